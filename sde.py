@@ -75,7 +75,8 @@ def sage_variance(sigma: Tensor, sigma_next: Tensor, eta: float) -> Tensor:
 
     Returns: the variance (not the std), never negative, same shape.
 
-    >>> sage_variance(torch.tensor(0.5).double(), torch.tensor(0.0).double(), eta=1.0)
+    >>> sigma, sigma_next = torch.tensor([0.5, 0.0], dtype=torch.float64)
+    >>> sage_variance(sigma, sigma_next, eta=1.0)
     tensor(0.1931, dtype=torch.float64)
     """
     upper, lower = sigma.clamp(max=SIGMA_LIMIT), sigma_next.clamp(max=SIGMA_LIMIT)
