@@ -482,7 +482,7 @@ def clip_reward(videos: Tensor, prompts: list[str], fps: float, *, model, tokeni
 
 
 def load_clip(name: str, source: str | None, device, dtype: torch.dtype) -> Reward:
-    """CLIPScore or PickScore, by which the paper evaluates: a folder with model and tokenizer, or from the hub.
+    """CLIPScore or PickScore, by which the paper evaluates: a folder with model and tokenizer, or a hub id.
 
         clipscore: CLIP_cosine, CLIPScore = 2.5 max(cosine, 0), CLIPScore_100/30 = 100 cosine / 30
         pickscore: Pick_cosine, PickScore = exp(logit_scale) cosine / 26
