@@ -70,6 +70,16 @@ QWEN2_VL_2B = {
 }
 
 
+# Of rewards that have several scores; the paper's Setting B, and A for the tiny world, whose scores are exact.
+DEFAULT_WEIGHTS = {
+    "tiny": {"VQ": 1.0, "MQ": 1.0, "TA": 1.0},
+    "tiny_videoalign": {"VQ": 1.0, "MQ": 1.0, "TA": 1.0},
+    "videoalign": {"VQ": 0.5, "MQ": 0.5, "TA": 1.0},
+    "clipscore": {"CLIPScore": 1.0},
+    "pickscore": {"PickScore": 1.0},
+}
+
+
 def composite(scores: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
     """Weighted sum of the components, R = sum_k w_k S_k.
 
