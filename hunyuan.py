@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from diffusers import HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.embeddings import apply_rotary_emb
@@ -245,14 +246,14 @@ class Policy:
         """
         if checkpointing:
             self.transformer.enable_gradient_checkpointing()
-        self.transformer.to(self.device)
-        policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
-        for block in self.transformer.transformer_blocks:
-            fully_shard(block, mp_policy=policy)
-        fully_shard(self.transformer)
-        self.parameters = [
-            parameter for parameter in self.transformer.parameters() if parameter.requires_grad
-        ]
+        for name, module in self.transformer.named_children():
+            module.to(self.device, None if name == "transformer_blocks" else torch.float32)
+        if dist.get_world_size() > 1 or compute_dtype != torch.float32:  # else FSDP has nothing to do
+            precision = MixedPrecisionPolicy(compute_dtype, torch.float32, output_dtype=torch.float32)
+            for block in self.transformer.transformer_blocks:
+                fully_shard(block, mp_policy=precision)
+            fully_shard(self.transformer)
+        self.parameters = [each for each in self.transformer.parameters() if each.requires_grad]
 
     def reshard(self) -> None:
         """Drops gathered parameters, so that a change of the shards is seen."""
@@ -312,19 +313,25 @@ class Policy:
         whole.save_pretrained(folder)
 
 
-def load_pipeline(model: str, dtype: torch.dtype = torch.float32) -> HunyuanVideo15Pipeline:
+def load_pipeline(
+    model: str, dtype: torch.dtype = torch.float32, masters: bool = True
+) -> HunyuanVideo15Pipeline:
     """The pipeline of a folder or a hub id, on the CPU.
 
-    Raises: ValueError for a path that is no such folder.
+    Args:
+        dtype: of the text encoders, the VAE and, without masters, the transformer.
+        masters: keep the transformer's weights in float32 whatever it computes in, as a full fine-tune must;
+            a LoRA is float32 by itself.
+
+    Raises: ValueError for a path that is no such folder, or an id that cannot be loaded.
     """
     if Path(model).exists() and not (Path(model) / "model_index.json").is_file():
-        raise ValueError(
-            f"{model} has no model_index.json: name a folder of the layout of HunyuanVideo 1.5 on the hub"
-        )
+        raise ValueError(f"{model} has no model_index.json, the hub's HunyuanVideo 1.5 has one")
     logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
     logging.get_logger("diffusers.guiders.guider_utils").setLevel(logging.ERROR)  # "guiders are experimental"
+    dtypes = {"transformer": torch.float32 if masters else dtype, "default": dtype}
     try:
-        return HunyuanVideo15Pipeline.from_pretrained(model, dtype=dtype)
+        return HunyuanVideo15Pipeline.from_pretrained(model, dtype=dtypes)
     except OSError as error:
         raise ValueError(f"{model} is neither a folder nor a model on the hub that can be reached") from error

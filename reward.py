@@ -70,7 +70,7 @@ QWEN2_VL_2B = {
 }
 
 
-# Of rewards that have several scores; the paper's Setting B, and A for the tiny world, whose scores are exact.
+# Of rewards with several scores: the paper's Setting B; A for the tiny world, whose scores are exact.
 DEFAULT_WEIGHTS = {
     "tiny": {"VQ": 1.0, "MQ": 1.0, "TA": 1.0},
     "tiny_videoalign": {"VQ": 1.0, "MQ": 1.0, "TA": 1.0},

@@ -5,12 +5,14 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grpo import group_advantage, policy_loss
 
-quick = settings(max_examples=100, deadline=None, derandomize=True)
+quick = settings(
+    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 rewards = st.lists(st.integers(-50, 50).map(lambda n: n / 8), min_size=2, max_size=12)
 
 

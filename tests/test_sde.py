@@ -5,14 +5,16 @@ import math
 import mpmath
 import pytest
 import torch
-from hypothesis import given, settings, target
+from hypothesis import HealthCheck, given, settings, target
 from hypothesis import strategies as st
 
 from equalizer import equalizer_gain
 from sde import METHODS, SIGMA_LIMIT, log_prob, sage_variance, sde_step, shifted_sigmas, step_coefficients
 
 mpmath.mp.dps = 40
-quick = settings(max_examples=150, deadline=None, derandomize=True)
+quick = settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 
 # Levels from 0 to 1, as dense near both ends as float64 is.
 exponents = st.floats(-17, 0)
@@ -259,6 +261,15 @@ def test_vanishing_eta_is_the_euler_step(method):
         assert (a - 1).abs().max() <= distance
         assert (b - sigmas.diff()).abs().max() <= distance
         assert std.max() <= 10 * eta
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_coefficients_are_float64_whatever_the_levels_are(method):
+    sigmas = shifted_sigmas(20, 5.0).float()
+    for single, double in zip(
+        step_coefficients(method, sigmas, 0.5), step_coefficients(method, sigmas.double(), 0.5), strict=True
+    ):
+        assert single.dtype == torch.float64 and torch.equal(single, double)
 
 
 def assert_ode(steps, sigmas, index):
