@@ -18,12 +18,9 @@ class Config:
     model: Annotated[str, "folder or hub id of a HunyuanVideo 1.5"] = "tiny/hunyuan"
     prompts: Annotated[str, "prompt file to train on: txt, csv or jsonl"] = "tiny/prompts.txt"
     eval_prompts: Annotated[str, "prompt file that is held out"] = "tiny/held_out.txt"
-    reward: Annotated[str, "tiny, tiny_videoalign, videoalign, clipscore, pickscore, module:function"] = (
-        "tiny"
-    )
+    reward: Annotated[str, "tiny, tiny_videoalign, videoalign@FOLDER, or your module:function"] = "tiny"
     reward_weights: Annotated[str, "NAME=WEIGHT,...; empty: the reward's own"] = ""
-    reward_model: Annotated[str, "folder or hub id of the reward's weights"] = ""
-    reward_criteria: Annotated[str, "prompt_template.py of a VideoAlign checkout"] = ""
+    criteria: Annotated[str, "prompt_template.py of a VideoAlign checkout"] = ""
     offload: Annotated[bool, "the reward model is on the GPU only while it scores"] = False
     aggregate: Annotated[Literal["before", "after"], "weigh scores before or after normalising a group"] = (
         "before"

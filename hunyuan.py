@@ -287,6 +287,16 @@ class Policy:
         )
         self.transformer.requires_grad_(False)
 
+    def load_transformer(self, folder: str | Path) -> None:
+        """Replaces the transformer by a fine-tuned one of the same configuration. Before `shard`.
+
+        Raises: ValueError if the folder has none.
+        """
+        if not (Path(folder) / "config.json").is_file():
+            raise ValueError(f"{folder} has no config.json, so no transformer")
+        tuned = HunyuanVideo15Transformer3DModel.from_pretrained(folder)
+        self.transformer.load_state_dict(tuned.state_dict())
+
     def export(self, folder: Path, is_main: bool) -> None:
         """Writes what was trained, gathered from all ranks, as diffusers reads it. Call it on every rank.
 

@@ -6,6 +6,10 @@ in units; rank r of R takes units r, r + R, ..., and `gather_units` puts the res
 
 import hashlib
 import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -54,6 +58,19 @@ def stop() -> None:
     """Leaves the processes' group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def clear_errors() -> Iterator[None]:
+    """A ValueError inside, a mistake that a user can mend, becomes one line and exit status 2."""
+    try:
+        yield
+    except ValueError as error:
+        rank = int(os.environ.get("RANK", 0))
+        if rank:
+            time.sleep(1)  # the main process prints what all have found, before torchrun stops the others
+        print(f"error{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr, flush=True)
+        os._exit(2)  # at once: leaving the group in order would wait for ranks that are in a collective
 
 
 def gather_units(local: Tensor) -> Tensor:

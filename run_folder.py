@@ -41,21 +41,14 @@ class RunFolder:
 
         Raises: ValueError if the name is taken: a run is never overwritten.
         """
-        answer: list = [None]
-        if is_main:
-            runs.mkdir(parents=True, exist_ok=True)
-            numbers = [int(folder.name) for folder in runs.iterdir() if folder.name.isdecimal()]
-            path = runs / (name or f"{max(numbers, default=0) + 1:03d}")
-            if not path.exists():
-                path.mkdir()
-                answer = [path]
-                (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        dist.broadcast_object_list(answer)
-        if answer[0] is None:
-            raise ValueError(
-                f"{runs / name} exists already; choose another --name or continue it with --resume"
-            )
-        return cls(answer[0], is_main)
+        folder = cls(new_folder(runs, is_main, name), is_main)
+        folder.save_config(config)
+        return folder
+
+    def save_config(self, config: dict) -> None:
+        """The options, as they are from now on."""
+        if self.is_main:
+            (self.path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
     def log(self, **values) -> None:
         """Appends a line to metrics.jsonl."""
@@ -147,6 +140,25 @@ class RunFolder:
         if self.is_main:
             figure = curves(self.metrics())
             figure.savefig(self.path / "curves.png", dpi=110)
+
+
+def new_folder(parent: Path, is_main: bool, name: str = "") -> Path:
+    """A new folder of a name, or of the next number; the same on every rank.
+
+    Raises: ValueError, on every rank, if the name is taken.
+    """
+    answer: list = [None]
+    if is_main:
+        parent.mkdir(parents=True, exist_ok=True)
+        numbers = [int(folder.name) for folder in parent.iterdir() if folder.name.isdecimal()]
+        path = parent / (name or f"{max(numbers, default=0) + 1:03d}")
+        if not path.exists():
+            path.mkdir()
+            answer = [path]
+    dist.broadcast_object_list(answer)
+    if answer[0] is None:
+        raise ValueError(f"{parent / name} exists already; choose another name, or go on with what is there")
+    return answer[0]
 
 
 def thumbnails(videos: Tensor, frames: int = 5, height: int = 96) -> Tensor:

@@ -18,7 +18,6 @@ ranks; a reward that fails masks its sample.
 import dataclasses
 import itertools
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -30,18 +29,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from config import Config, kl_weight, parse
-from evaluate import Setting, mean_and_error, read_prompts, score, score_pairs
+from evaluate import Setting, mean_and_error, named_reward, pairs_of, read_prompts, score, score_pairs, shown
 from grpo import group_advantage, policy_loss
 from hunyuan import Policy, load_pipeline
-from processes import World, gather_units, max_over_ranks, mean_over_ranks, start, stop
-from reward import DEFAULT_WEIGHTS, composite, load_reward, parse_weights
+from processes import World, clear_errors, gather_units, max_over_ranks, mean_over_ranks, start, stop
+from reward import DEFAULT_WEIGHTS, composite, parse_weights
 from rollout import Rollout, Sampler
 from run_folder import RunFolder
 from sde import log_prob
 from trust_region import Anchor, gaussian_kl, log_prob_kl
 
 MEASURED = ("ratio", "clip_fraction", "policy_loss", "kl_position", "kl_velocity", "kl", "velocity_grad_norm")
-SHOWN = 8  # held-out prompts on the contact sheet
 
 
 class Trainer:
@@ -62,16 +60,12 @@ class Trainer:
                 f"{world.size} processes"
             )
         self.config, self.world = config, world
-        prompts = read_prompts(config.prompts)
+        prompts = [prompt for prompt, _ in read_prompts(config.prompts)]
         held_out = read_prompts(config.eval_prompts) if config.eval_seeds else []
-        self.reward = load_reward(
-            config.reward,
-            config.reward_model or None,
-            config.reward_criteria or None,
-            "cpu" if config.offload else world.device,
-        )
+        self.pairs = pairs_of(held_out, config.eval_seeds)
+        self.reward = named_reward(config.reward, config.criteria, "cpu" if config.offload else world.device)
         self.weights = parse_weights(config.reward_weights) if config.reward_weights else {}
-        self.weights = self.weights or DEFAULT_WEIGHTS.get(config.reward, {})
+        self.weights = self.weights or DEFAULT_WEIGHTS.get(config.reward.partition("@")[0], {})
 
         torch.manual_seed(config.seed)  # of the LoRA's first values
         on_gpu = world.device.type == "cuda"
@@ -83,7 +77,7 @@ class Trainer:
             config.guidance,
         )
         self.sampler = Sampler(config, world, self.policy, prompts)
-        self.policy.encode([*prompts, *held_out])
+        self.policy.encode([*prompts, *(prompt for prompt, _ in self.pairs)])
         self.policy.adapt(config.adaptation, config.lora_rank, config.lora_alpha)
         self.policy.shard(dtype, config.checkpointing)
 
@@ -105,7 +99,6 @@ class Trainer:
             self.anchors["velocity"] = Anchor(parameters)
         self.kl_weight = kl_weight(config)
         self.updates = 0
-        self.pairs = [(prompt, seed) for prompt in held_out for seed in range(config.eval_seeds)]
         size = self.sampler.shape, config.fps, config.micro_batch
         self.setting = Setting(config.eval_steps, self.sampler.shift, *size)
 
@@ -298,7 +291,7 @@ def say(world: World, line: str) -> None:
 
 def evaluate(trainer: Trainer, folder: RunFolder, iteration: int) -> None:
     """Held-out scores after so many iterations, against those before the first, on disk and on the screen."""
-    config, first = trainer.config, [pair for pair in trainer.pairs if pair[1] == 0][:SHOWN]
+    config, first = trainer.config, shown(trainer.pairs)
 
     def show(pair: tuple[str, int], video: Tensor) -> None:
         if pair in first and iteration in (0, config.iterations):
@@ -417,17 +410,10 @@ def run(config: Config, resume: Path | None, world: World) -> None:
 
 
 def main() -> None:
-    """Errors that a user can mend are one line and a non-zero exit."""
-    rank = int(os.environ.get("RANK", 0))
-    try:
+    """The command line."""
+    with clear_errors():
         config, resume = parse(sys.argv[1:], __doc__)
-        world = start(config.device)
-        run(config, resume, world)
-    except ValueError as error:
-        if rank:
-            time.sleep(1)  # the main process prints what all have found, before torchrun stops the others
-        print(f"error{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr, flush=True)
-        os._exit(2)  # at once: leaving the group in order would wait for ranks that are in a collective
+        run(config, resume, start(config.device))
     stop()
 
 

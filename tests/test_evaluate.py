@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from evaluate import Setting, mean_and_error, read_prompts, score, score_pairs
+from evaluate import Setting, mean_and_error, pairs_of, read_prompts, score, score_pairs
 from tiny import world as tiny
 
 PAIRS = [
@@ -23,7 +23,15 @@ PAIRS = [
 )
 def test_prompt_files(tmp_path, name, text, prompts):
     (tmp_path / name).write_text(text)
-    assert read_prompts(tmp_path / name) == prompts
+    assert [prompt for prompt, _ in read_prompts(tmp_path / name)] == prompts
+
+
+def test_seeds_of_a_prompt_file(tmp_path):
+    (tmp_path / "p.csv").write_text("prompt,seed\na cat,7\na dog,\na cat,7\n")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a cat", "seed": 0}\n')
+    assert read_prompts(tmp_path / "p.csv") == [("a cat", 7), ("a dog", None), ("a cat", 7)]
+    assert pairs_of(read_prompts(tmp_path / "p.csv"), 2) == [("a cat", 7), ("a dog", 0), ("a dog", 1)]
+    assert read_prompts(tmp_path / "p.jsonl") == [("a cat", 0)]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +41,9 @@ def test_prompt_files(tmp_path, name, text, prompts):
         ("p.csv", "index,text\n0,a cat\n", "line 2: no prompt"),
         ("p.csv", "prompt\na cat\n  \na dog\n,\n", "line 3: no prompt"),
         ("p.jsonl", '{"prompt": "a cat"}\n{"prompt": \n', "line 2: not JSON"),
-        ("p.jsonl", '{"text": "a cat"}\n', "line 1: expected"),
+        ("p.jsonl", '["a cat"]\n', "line 1: expected"),
+        ("p.jsonl", '{"text": "a cat"}\n', "line 1: no prompt"),
+        ("p.csv", "prompt,seed\na cat,one\n", "line 2: the seed must be a whole number, got 'one'"),
         ("p.jsonl", '{"prompt": ""}\n', "line 1: no prompt"),
     ],
 )
@@ -45,7 +55,8 @@ def test_bad_lines_are_named(tmp_path, name, text, message):
 
 def test_the_shipped_prompts_are_held_apart():
     """Captions of the world, all of them, and none in both files."""
-    trained, held_out = read_prompts("tiny/prompts.txt"), read_prompts("tiny/held_out.txt")
+    files = "tiny/prompts.txt", "tiny/held_out.txt"
+    trained, held_out = ([prompt for prompt, _ in read_prompts(file)] for file in files)
     assert sorted(trained + held_out) == sorted(tiny.CAPTIONS) and len(held_out) >= 10
 
 
