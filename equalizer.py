@@ -58,6 +58,6 @@ def equalizer_gain(grad_norm: Tensor, eps: float = 1e-8) -> Tensor:
     >>> equalizer_gain(Tensor([0.5, 1.0, 2.0, 4.0]))
     tensor([2.0000, 1.0000, 0.5000, 0.2500])
     """
-    if grad_norm.numel() == 0 or not (grad_norm >= 0).all() or not grad_norm.median().isfinite():
+    if not (grad_norm >= 0).all() or not grad_norm.median().isfinite():
         raise ValueError(f"grad_norm must be at least 0 with a finite median, got {grad_norm.tolist()}")
     return grad_norm.median() / (grad_norm + eps)  # Eq. 9

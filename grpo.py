@@ -47,7 +47,7 @@ def group_advantage(
     count = valid.sum(1, keepdim=True)
     highest = reward.masked_fill(~valid, -torch.inf).amax(1, keepdim=True)
     lowest = reward.masked_fill(~valid, torch.inf).amin(1, keepdim=True)
-    differs = valid & (highest > lowest)  # a test of the std would see the rounding of the mean
+    differs = highest > lowest  # a test of the std would see the rounding of the mean
 
     mean = reward.masked_fill(~valid, 0).sum(1, keepdim=True) / count
     deviation = (reward - mean).masked_fill(~valid, 0)
