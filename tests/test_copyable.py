@@ -45,8 +45,9 @@ def test_imports_torch_and_the_standard_library_alone(name):
 def test_copies_import_each_from_a_folder_of_its_own(tmp_path):
     copies = []
     for name in STAR:
-        (tmp_path / name).mkdir()
-        copies.append(shutil.copy(ROOT / f"{name}.py", tmp_path / name))
+        folder = tmp_path / f"only_{name}"  # a folder called sde would itself be importable as sde
+        folder.mkdir()
+        copies.append(shutil.copy(ROOT / f"{name}.py", folder))
     script = "import runpy, sys\nfor copy in sys.argv[1:]: runpy.run_path(copy, run_name='copied')"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     subprocess.run([sys.executable, "-c", script, *copies], cwd=tmp_path, env=environment, check=True)

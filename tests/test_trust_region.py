@@ -265,7 +265,7 @@ def swap_on_two_ranks(rank, folder):
 
     dcp.save(anchor.state_dict(), checkpoint_id=f"{folder}/anchor")
     resumed = Anchor(anchor.parameters)
-    state = resumed.state_dict()
+    state = {name: torch.zeros_like(kept) for name, kept in resumed.state_dict().items()}
     dcp.load(state, checkpoint_id=f"{folder}/anchor")
     resumed.load_state_dict(state)
     with resumed.swapped_in():
