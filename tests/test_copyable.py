@@ -13,7 +13,9 @@ ROOT = Path(__file__).resolve().parent.parent
 STAR = [
     name for name in ("sde", "equalizer", "trust_region", "grpo", "reward") if (ROOT / f"{name}.py").exists()
 ]
-INSIDE_FUNCTIONS = {"reward": {"transformers", "safetensors", "huggingface_hub", "PIL", "numpy"}}
+INSIDE_FUNCTIONS = {
+    "reward": {"transformers", "safetensors", "accelerate", "huggingface_hub", "PIL", "numpy"}
+}
 
 
 def imports(tree: ast.AST) -> set[str]:
