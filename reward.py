@@ -8,7 +8,7 @@ VideoAlign's are in standard deviations over a validation set, and mostly negati
     scores = reward(videos, prompts, fps=24)  # VQ, MQ, TA and Overall, each [B]
     total = composite(scores, parse_weights("VQ=0.5,MQ=0.5,TA=1"))  # [B], the paper's Setting B
 
-It reads no video files. Depends on torch; the models, also on transformers and safetensors. Copy this file.
+It reads no video files. Depends on torch; the models also on transformers and accelerate. Copy this file.
 """
 
 import ast
@@ -29,24 +29,17 @@ from torch import Tensor, nn
 
 Reward = Callable[[Tensor, list[str], float], dict[str, Tensor]]
 
-PIXEL_MEAN = (
-    0.48145466,
-    0.4578275,
-    0.40821073,
-)  # of CLIP's training images, per colour; Qwen2-VL has the same
+# Of a colour over CLIP's training images; Qwen2-VL uses the same.
+PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
 PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
-SPECIAL_TOKEN = re.compile(r"<\|.*?\|>")
-REWARD_TOKENS = [
-    "<|VQ_reward|>",
-    "<|MQ_reward|>",
-    "<|TA_reward|>",
-]  # where VideoAlign's head is read, in this order
 
-# The text that VideoAlign was trained with is its authors' own: read from their file, known by its hash.
+SPECIAL_TOKEN = re.compile(r"<\|.*?\|>")
+# VideoAlign's head is read at these, which its criteria name in this order.
+REWARD_TOKENS = ["<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>"]
+# The criteria that VideoAlign was trained with are its authors' own: read from their file, known by a hash.
 CRITERIA_SHA256 = "fdb6309bac618dd0c8b1b589d3a0970a974f7856eecbb355a190b2dce54af700"
-SHORT_CRITERIA = (
-    "Looks: <|VQ_reward|> Motion: <|MQ_reward|> Shows {text_prompt}: <|TA_reward|>"  # ours, untrained
-)
+# Ours, for a model that is trained with them.
+SHORT_CRITERIA = "Looks: <|VQ_reward|> Motion: <|MQ_reward|> Shows {text_prompt}: <|TA_reward|>"
 
 # From VideoAlign's model_config.json, but for the smallest frame, a constant of its code.
 PUBLISHED = {
@@ -68,7 +61,6 @@ QWEN2_VL_2B = {
     },
     "vision_config": {"depth": 32, "embed_dim": 1280, "hidden_size": 1536, "num_heads": 16, "patch_size": 14},
 }
-
 
 # Of rewards with several scores: the paper's Setting B; A for the tiny world, whose scores are exact.
 DEFAULT_WEIGHTS = {
@@ -117,9 +109,7 @@ def parse_weights(text: str) -> dict[str, float]:
         except ValueError:
             value = math.nan
         if not name or name in weights or not math.isfinite(value):
-            raise ValueError(
-                f"{entry.strip()!r} in the weights {text!r} is not a new name=number, as in VQ=0.5,TA=1"
-            )
+            raise ValueError(f"weights {text!r}: {entry.strip()!r} is not a new name=number, as VQ=0.5 is")
         weights[name] = value
     return weights
 
@@ -137,9 +127,7 @@ def score_finite(videos: Tensor, prompts: list[str], names: tuple, score: Callab
     Raises: ValueError for another shape, another number of prompts, or pixels outside 0..1.
     """
     if videos.ndim != 5 or videos.shape[2] != 3 or len(videos) != len(prompts):
-        raise ValueError(
-            f"need videos [B, F, 3, H, W] and B prompts, got {[*videos.shape]} and {len(prompts)}"
-        )
+        raise ValueError(f"need videos [B, F, 3, H, W], B prompts; got {[*videos.shape]}, {len(prompts)}")
     finite = videos.isfinite().flatten(1).all(1)
     for sample in (~finite).nonzero().flatten().tolist():
         warnings.warn(f"sample {sample} is not finite and scored NaN: {prompts[sample]!r}", stacklevel=3)
@@ -211,7 +199,7 @@ class VideoAlign(nn.Module):
         Overall = S_VQ + S_MQ + S_TA
 
     Attention is causal and the prompt comes after the VQ and MQ tokens: only TA depends on it, and VQ and MQ
-    alone reward a fine video of anything. In bfloat16 a score carries noise of about 0.06.
+    alone reward a fine video of anything. In bfloat16 differences below about 0.06 are noise.
 
     Called, it is a reward. To train one, build it from a config and use `raw_scores`.
 
@@ -232,15 +220,11 @@ class VideoAlign(nn.Module):
         super().__init__()
         if SPECIAL_TOKEN.findall(criteria) != REWARD_TOKENS or criteria.count("{text_prompt}") != 1:
             raise ValueError(f"criteria need {{text_prompt}} and, in order, {REWARD_TOKENS}: {criteria!r}")
-        vocabulary, size = tokenizer.get_vocab(), config.text_config.vocab_size
+        vocabulary, size, video = tokenizer.get_vocab(), config.text_config.vocab_size, config.video_token_id
         ids = {token: vocabulary.get(token) for token in (*REWARD_TOKENS, "<|video_pad|>")}
-        if (
-            None in ids.values()
-            or ids["<|video_pad|>"] != config.video_token_id
-            or max(vocabulary.values()) >= size
-        ):
-            expected = f"<|video_pad|> {config.video_token_id}, {size} embeddings"
-            raise ValueError(f"tokenizer and model do not fit: {ids}, {len(vocabulary)} tokens; {expected}")
+        if None in ids.values() or ids["<|video_pad|>"] != video or max(vocabulary.values()) >= size:
+            model = f"<|video_pad|> {video} and {size} embeddings"
+            raise ValueError(f"tokenizer and model do not fit: {ids}, {len(vocabulary)} tokens; {model}")
         self.tokenizer, self.criteria, self.settings = tokenizer, criteria, copy.deepcopy(settings)
         self.settings["data_config"] = {**PUBLISHED["data_config"], **settings.get("data_config", {})}
         self.reward_ids = [ids[token] for token in REWARD_TOKENS]
@@ -275,8 +259,8 @@ class VideoAlign(nn.Module):
                 raise ValueError(f"prompt {prompt!r} contains the special token {special[0]}")
         video = "<|vision_start|>" + "<|video_pad|>" * video_tokens + "<|vision_end|>"
         head = f"<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{video}"
-        tail = "<|im_end|>\n<|im_start|>assistant\n"
-        texts = [head + self.criteria.replace("{text_prompt}", prompt) + tail for prompt in prompts]
+        # The turn stays open: no reward token can see what follows it.
+        texts = [head + self.criteria.replace("{text_prompt}", prompt) for prompt in prompts]
         tokens = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
         return tokens["input_ids"], tokens["attention_mask"]
 
@@ -388,16 +372,10 @@ def fold_lora(tensors: dict[str, Tensor], peft: dict, dtype: torch.dtype) -> dic
     """
     folded = {re.sub(r"\.base_layer\.bias$", ".bias", name): tensor for name, tensor in tensors.items()}
     for layer in [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]:
-        wrapped = f"{layer}.base_layer.weight"
-        names = [
-            wrapped if wrapped in folded else f"{layer}.weight",
-            f"{layer}.lora_A.weight",
-            f"{layer}.lora_B.weight",
-        ]
+        base = f"{layer}.base_layer" if f"{layer}.base_layer.weight" in folded else layer
+        names = [f"{part}.weight" for part in (base, f"{layer}.lora_A", f"{layer}.lora_B")]
         if "lora_alpha" not in peft or not folded.keys() >= set(names):
-            raise ValueError(
-                f"the LoRA of {layer} lacks its lora_B, its weight, or lora_alpha in model_config.json"
-            )
+            raise ValueError(f"{layer} lacks {names[0]}, {names[2]} or model_config.json's lora_alpha")
         weight, down, up = (folded.pop(name).float() for name in names)
         rank = math.sqrt(len(down)) if peft.get("use_rslora") else len(down)
         folded[f"{layer}.weight"] = (weight + peft["lora_alpha"] / rank * up @ down).to(dtype)
@@ -418,6 +396,7 @@ def load_videoalign(folder: str | Path, criteria: str | None, device, dtype: tor
     Raises: ValueError for another layout; RuntimeError, naming them, for tensors that are missing, unknown or
         of another shape.
     """
+    from accelerate import init_empty_weights
     from transformers import AutoTokenizer, Qwen2VLConfig
 
     folder = Path(folder)
@@ -445,10 +424,11 @@ def load_videoalign(folder: str | Path, criteria: str | None, device, dtype: tor
     config = Qwen2VLConfig.from_pretrained(folder) if own else Qwen2VLConfig(**QWEN2_VL_2B)
     config.text_config.vocab_size = len(tensors[embedding])
     tokenizer = AutoTokenizer.from_pretrained(checkpoints[-1] / "tokenizer")
-    with torch.device(device):
+    with init_empty_weights():  # drawing two billion random numbers first takes minutes on a CPU
         reward = VideoAlign(config, tokenizer, criteria, settings, len(tensors[head]), dtype)
-    reward.load_state_dict(tensors)
-    return reward.eval()
+    tensors = {name: x.to(torch.float32 if name == head else dtype) for name, x in tensors.items()}
+    reward.load_state_dict(tensors, assign=True)
+    return reward.to(device).eval()
 
 
 def clip_cosine(model: nn.Module, tokenizer: Callable, videos: Tensor, prompts: list[str]) -> Tensor:
@@ -463,17 +443,15 @@ def clip_cosine(model: nn.Module, tokenizer: Callable, videos: Tensor, prompts: 
 
     Returns: [B, F], float32, -1..1.
     """
-    device = model.logit_scale.device
     length, side = model.config.text_config.max_position_embeddings, model.config.vision_config.image_size
-    tokens = tokenizer(prompts, padding=True, truncation=True, max_length=length, return_tensors="pt").to(
-        device
-    )
+    tokens = tokenizer(prompts, padding=True, truncation=True, max_length=length, return_tensors="pt")
+    tokens = tokens.to(model.device)
     # In two steps, as get_text_features returns a tensor in transformers 4 and an object in 5.
     texts = model.text_projection(model.text_model(**tokens).pooler_output).float()
     height, width = (side * x // min(videos.shape[-2:]) for x in videos.shape[-2:])
     top, left = (height - side) // 2, (width - side) // 2
     cosines = []
-    for video, text in zip(videos.to(device), texts, strict=True):
+    for video, text in zip(videos.to(model.device), texts, strict=True):
         frames = standardize(resize(video, height, width)[..., top : top + side, left : left + side])
         images = model.visual_projection(model.vision_model(frames.to(model.dtype)).pooler_output).float()
         cosines.append(F.cosine_similarity(images, text, dim=-1))
@@ -520,11 +498,7 @@ ALIASES = {"tiny": "tiny.world:reward", "tiny_videoalign": "tiny.world:learned_r
 
 
 def load_reward(
-    name: str,
-    model: str | None = None,
-    criteria: str | None = None,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype | None = None,
+    name: str, model: str | None = None, criteria: str | None = None, device="cpu", dtype=None
 ) -> Reward:
     """A reward by its name, or a function of your own as module:function.
 

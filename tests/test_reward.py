@@ -248,6 +248,15 @@ def test_frames_are_sampled_at_two_a_second(frames, fps, count):
     assert len(indices) == count and indices[0] == 0 and indices[-1] == frames - 1
 
 
+def test_a_small_model_looks_at_frames_of_its_own_size(small, tmp_path):
+    small.model.config.vision_config.patch_size = 8
+    small.settings["data_config"] |= {"min_frame_pixels": 16 * 16, "max_frame_pixels": 32 * 32}
+    rows, grid = small.pixel_rows(clips(2, height=32, width=32), 8)
+    assert grid.tolist() == [[4, 4, 4]] * 2 and rows.shape == (2 * 64, 3 * 2 * 8 * 8)
+    first = (reward.standardize(reward.resize(clips(2, height=32, width=32)[0, :2], 32, 32)))[..., :8, :8]
+    assert rows[0].equal(first.transpose(0, 1).flatten())
+
+
 def test_the_rate_of_the_clip_changes_its_scores(small):
     video = clips(1, frames=17, height=32, width=32)
     assert small(video, ["a"], 8)["VQ"] != small(video, ["a"], 16)["VQ"]
@@ -340,6 +349,15 @@ def test_the_published_file_has_1123_tensors_and_each_has_a_place():
     assert {name: x.shape for name, x in folded.items()} == expected
 
 
+def test_a_folder_without_config_is_the_published_model_and_the_vocabulary_is_the_files(
+    folder, published, tmp_path, monkeypatch
+):
+    target = edited(folder, tmp_path / "published", lambda tensors: None)
+    (target / "config.json").unlink()
+    monkeypatch.setattr(reward, "QWEN2_VL_2B", qwen_config(vocabulary=400).to_dict())
+    assert_same_scores(load_videoalign(target, None, "cpu", torch.float32), published)
+
+
 def test_what_is_saved_loads_to_the_same_scores(published, tmp_path):
     published.save(tmp_path)
     assert_same_scores(load_videoalign(tmp_path, None, "cpu", torch.float32), published)
@@ -400,7 +418,7 @@ def test_rank_stabilized_lora_has_its_own_scale(folder, published, tmp_path):
             "base_layer",
             lambda t: [t.pop(first(t, f"q_proj.lora_{x}.default.weight")) for x in "AB"],
         ),
-        (ValueError, "q_proj lacks its lora_B", lambda t: t.pop(first(t, "q_proj.lora_B.default.weight"))),
+        (ValueError, "q_proj lacks .*lora_B", lambda t: t.pop(first(t, "q_proj.lora_B.default.weight"))),
         (ValueError, "q_proj lacks", lambda t: t.pop(first(t, "q_proj.base_layer.weight"))),
         (ValueError, "no rm_head.weight", lambda t: t.pop(first(t, "rm_head.weight"))),
         (ValueError, "embed_tokens.weight", lambda t: t.clear()),
@@ -424,7 +442,7 @@ def test_pickled_code_is_not_run(folder, tmp_path):
         ("no inference_config", {"inference_config": None}),
         ("'reward_token': 'last'", {"model_config": {"reward_token": "last"}}),
         ("'num_frames': 8", {"data_config": {"num_frames": 8}}),
-        ("lora_alpha in model_config.json", {"peft_lora_config": None}),
+        ("model_config.json's lora_alpha", {"peft_lora_config": None}),
     ],
 )
 def test_settings_that_change_the_scores_are_refused(folder, tmp_path, match, settings):
