@@ -16,7 +16,7 @@ from torch import Tensor
 def group_advantage(
     reward: Tensor, valid: Tensor | None = None, eps: float = 1e-4, limit: float = 5.0
 ) -> Tensor:
-    """Reward of each sample relative to the other samples of its prompt (Eq. 4).
+    """Reward of each sample relative to the other samples of its prompt (Eq. 10).
 
         advantage = clip((reward - mean(reward)) / (std(reward) + eps), -limit, limit)
 
@@ -52,13 +52,13 @@ def group_advantage(
     mean = reward.masked_fill(~valid, 0).sum(1, keepdim=True) / count
     deviation = (reward - mean).masked_fill(~valid, 0)
     std = (deviation.square().sum(1, keepdim=True) / count).sqrt()
-    return (deviation / (std + eps)).clamp(-limit, limit).masked_fill(~differs, 0)  # Eq. 4
+    return (deviation / (std + eps)).clamp(-limit, limit).masked_fill(~differs, 0)  # Eq. 10
 
 
 def policy_loss(
     log_prob: Tensor, log_prob_old: Tensor, advantage: Tensor, gain: Tensor | float, clip_range: float
 ) -> Tensor:
-    """Clipped policy objective of one step, to be minimised (Eq. 10, 43).
+    """Clipped policy objective of one step, to be minimised (Eq. 4, 43).
 
         ratio = exp(log_prob - log_prob_old)
         loss  = mean over samples of  gain max(-advantage ratio, -advantage clip(ratio, 1 - c, 1 + c))

@@ -1,9 +1,10 @@
 """Trust region of SAGE-GRPO: Eq. 11-15 of arXiv 2603.21872.
 
-The policy is held near an older one by a KL per step, between two Gaussians of the same variance:
+The policy is held near older ones by a KL per step, between two Gaussians of the same variance:
 
-    position  `gaussian_kl` to an anchor that is refreshed now and then (Eq. 11-13)
-    velocity  `gaussian_kl` to the policy before the last update (Eq. 14); `log_prob_kl` is Eq. 15
+    KL = beta_pos position + beta_vel velocity  (Eq. 14)
+    position  `gaussian_kl` to an anchor that is refreshed now and then (Eq. 11, 13)
+    velocity  `gaussian_kl` to the policy before the last update; `log_prob_kl` is the printed Eq. 15
 
 `Anchor` keeps the older parameters, `KLWeight` adapts the weight of the sum.
 
@@ -26,7 +27,7 @@ from torch import Tensor
 
 
 def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: Tensor) -> Tensor:
-    """KL divergence of two steps with the same variance, averaged over a sample's elements (Eq. 11, 13, 14).
+    """KL divergence of two steps with the same variance, averaged over a sample's elements (Eq. 11, 13).
 
         KL = mean over elements of  (mean - mean_ref)**2 / (2 std**2)
 
@@ -71,7 +72,7 @@ def log_prob_kl(log_prob_old: Tensor, log_prob: Tensor) -> Tensor:
 
 
 class Anchor:
-    """Snapshot of the trainable parameters, which can take their place for a while (Eq. 12-14).
+    """Snapshot of the trainable parameters, which can take their place for a while (Eq. 13, 14).
 
     Swapping exchanges the values in place, so it needs no third copy and the parameters stay the same
     tensors. Swap before the policy's forward, never between its forward and its backward. It works on
