@@ -20,6 +20,7 @@ from sde import METHODS
 
 ROOT = Path(__file__).parent.parent
 SMALL = {
+    "prompts": "tests/prompts.txt",  # relative to the repository, where pytest and the runs start
     "iterations": 2,
     "steps": 4,
     "prompts_per_iteration": 2,
