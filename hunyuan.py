@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from diffusers import HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
 from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.utils import logging
 from peft import LoraConfig, get_peft_model_state_dict
@@ -92,6 +93,20 @@ class UnmaskedAttention:
         return attn.to_out[1](attn.to_out[0](image)), attn.to_add_out(text)
 
 
+def causal_mask(n_frame: int, n_hw: int, dtype, device, batch_size: int | None = None) -> Tensor:
+    """The VAE's mask of its attention: a frame sees itself and those before it, [S, S].
+
+    The stock function fills it row by row in a Python loop, and gives it a batch axis where attention wants
+    the heads, so that a batch of videos fails.
+    """
+    frame = torch.arange(n_frame * n_hw, device=device) // n_hw
+    hidden = frame[:, None] < frame
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill(hidden, -torch.inf)
+
+
+HunyuanVideo15AttnBlock.prepare_causal_attention_mask = staticmethod(causal_mask)
+
+
 class Policy:
     """A HunyuanVideo 1.5 whose velocity is trained, with what stands around it.
 
@@ -105,7 +120,6 @@ class Policy:
         self.pipeline, self.device, self.guidance = pipeline, device, guidance
         self.transformer = pipeline.transformer.eval()  # there is no dropout; eval says so
         self.vae = pipeline.vae.eval().requires_grad_(False).to(device)
-        self.vae.enable_slicing()  # the stock VAE fails on a batch
         self.vae.enable_tiling()
         self.shift = pipeline.scheduler.config.shift
         self.texts: dict[str, Text] = {}
@@ -204,6 +218,8 @@ class Policy:
 
         Returns: [B, F, C, H, W], float32, 0...1, on the latents' device.
         """
+        # Videos of several tiles one by one, which is what fits; small ones together, which is faster.
+        self.vae.use_slicing = max(latents.shape[-2:]) > self.vae.tile_latent_min_height
         latents = latents.to(self.vae.dtype) / self.vae.config.scaling_factor
         video = self.vae.decode(latents, return_dict=False)[0].float()
         return (video / 2 + 0.5).clamp(0, 1).transpose(1, 2)

@@ -84,12 +84,13 @@ def coverage(shape: str, area: Tensor, centre: Tensor) -> Tensor:
     return (0.5 - distance).clamp(0, 1)
 
 
-def render(captions: list[str], generator: torch.Generator) -> Tensor:
+def render(captions: list[str], generator: torch.Generator, shortfall: float = 0.0) -> Tensor:
     """Clips of the captions, with random size, place, speed and ground.
 
     Args:
         captions: B captions.
         generator: a CPU generator; the same state draws the same clips.
+        shortfall: paint is dimmer, shapes smaller, motions slower by random shares of up to this.
 
     Returns: [B, 9, 3, 32, 32], float32, 0...1.
     """
@@ -98,10 +99,13 @@ def render(captions: list[str], generator: torch.Generator) -> Tensor:
     for caption in captions:
         colour, shape, motion = parse_caption(caption)
         area, distance, ground, *offset = torch.rand(5, generator=generator).tolist()
+        light, scale, tempo = (
+            1 - shortfall * torch.rand(3, generator=generator) if shortfall else torch.ones(3)
+        ).tolist()
         middle = SIZE / 2 + 3 * (torch.tensor(offset) - 0.5)
-        centre = middle + (8 + 2 * distance) * time * torch.tensor(DIRECTIONS[motion])
-        covered = coverage(shape, torch.full((FRAMES,), 75 + 40 * area), centre)[:, None]
-        paint = torch.tensor(PALETTE[colour])[:, None, None]
+        centre = middle + tempo * (8 + 2 * distance) * time * torch.tensor(DIRECTIONS[motion])
+        covered = coverage(shape, torch.full((FRAMES,), scale * (75 + 40 * area)), centre)[:, None]
+        paint = light * torch.tensor(PALETTE[colour])[:, None, None]
         clips.append(covered * paint + (1 - covered) * (0.04 + 0.06 * ground))
     return torch.stack(clips)
 
