@@ -35,7 +35,7 @@ class Config:
 
     method: Annotated[Literal[METHODS], "sampler of the roll-outs (Table 1)"] = "sage"
     eta: Annotated[float, "exploration strength"] = 0.5
-    steps: Annotated[int, "denoising steps of a roll-out"] = 10
+    steps: Annotated[int, "denoising steps of a roll-out"] = 8
     shift: Annotated[float, "of the schedule; 0: the model's own"] = 0.0
     guidance: Annotated[float, "scale of classifier-free guidance; 1: none"] = 1.0
     sde_last_step: Annotated[bool, "the last step adds noise too"] = False
@@ -46,7 +46,7 @@ class Config:
     prompts_per_iteration: Annotated[int, "P"] = 4
     group_size: Annotated[int, "G, samples of a prompt"] = 8
     micro_batch: Annotated[int, "samples of one prompt in a pass; divides group_size"] = 8
-    iterations: Annotated[int, "roll-outs with their updates"] = 60
+    iterations: Annotated[int, "roll-outs with their updates"] = 40
     updates_per_iteration: Annotated[int, "optimizer steps on one roll-out"] = 1
 
     adaptation: Annotated[Literal["lora", "full"], "what is trained"] = "lora"
