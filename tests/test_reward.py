@@ -173,6 +173,7 @@ def test_scores_are_those_of_the_original_code(published):
     torch.testing.assert_close(scores["MQ"], torch.tensor([-2.046150, -1.401584]), atol=1e-4, rtol=0)
     torch.testing.assert_close(scores["TA"], torch.tensor([-0.793130, -1.419634]), atol=1e-4, rtol=0)
     torch.testing.assert_close(scores["Overall"], scores["VQ"] + scores["MQ"] + scores["TA"])
+    assert not any(score.requires_grad for score in scores.values())
 
 
 def test_only_text_alignment_reads_the_prompt(published):
@@ -248,12 +249,12 @@ def test_frames_are_sampled_at_two_a_second(frames, fps, count):
     assert len(indices) == count and indices[0] == 0 and indices[-1] == frames - 1
 
 
-def test_a_small_model_looks_at_frames_of_its_own_size(small, tmp_path):
+def test_a_small_model_looks_at_frames_of_its_own_size(small):
     small.model.config.vision_config.patch_size = 8
     small.settings["data_config"] |= {"min_frame_pixels": 16 * 16, "max_frame_pixels": 32 * 32}
     rows, grid = small.pixel_rows(clips(2, height=32, width=32), 8)
     assert grid.tolist() == [[4, 4, 4]] * 2 and rows.shape == (2 * 64, 3 * 2 * 8 * 8)
-    first = (reward.standardize(reward.resize(clips(2, height=32, width=32)[0, :2], 32, 32)))[..., :8, :8]
+    first = reward.standardize(reward.resize(clips(2, height=32, width=32)[0, :2], 32, 32))[..., :8, :8]
     assert rows[0].equal(first.transpose(0, 1).flatten())
 
 
@@ -525,6 +526,7 @@ def test_clip_scores_are_means_over_frames_of_clips_own_cosine(clip_folder):
     torch.testing.assert_close(scores["CLIPScore_100/30"], 100 * cosine.mean(1) / 30, atol=1e-5, rtol=0)
     pick = load_reward("pickscore", model=str(clip_folder))(videos, prompts, 8)
     assert list(pick) == ["Pick_cosine", "PickScore"]
+    assert not any(score.requires_grad for score in (scores | pick).values())
     torch.testing.assert_close(pick["PickScore"], math.exp(4.6) * cosine.mean(1) / 26, atol=1e-5, rtol=0)
 
 
