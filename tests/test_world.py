@@ -337,6 +337,20 @@ def test_worse_is_lower_smoothly_and_without_ties(spoil, component):
         assert steps.min() > steps.sum() / 3
 
 
+@pytest.mark.parametrize(("spoil", "cost"), [("orange", 1.2), ("dust", 0.08), ("grey ground", 4.0)])
+def test_what_the_palette_cannot_paint_costs_quality(spoil, cost):
+    """A mixture of two colours, faint noise on the ground alone, a ground too bright."""
+    captions = [caption for caption in CAPTIONS if "red" in caption]
+    clips = torch.stack([draw(caption) for caption in captions])
+    yellow = torch.stack([draw(caption.replace("red", "yellow")) for caption in captions])
+    spoiled = {
+        "orange": (clips + yellow) / 2,
+        "dust": clips + 0.1 * torch.rand(32, 32, generator=seeded()) * (clips.amax(2, keepdim=True) < 0.08),
+        "grey ground": torch.maximum(clips, torch.tensor(0.25)),
+    }[spoil]
+    assert (reward(spoiled, captions, 8)["VQ"] < reward(clips, captions, 8)["VQ"] - cost).all()
+
+
 def test_a_still_clip_is_as_smooth_as_a_moving_one():
     still, moving = (reward(render(c, seeded()), c, 8)["MQ"] for c in (STILL, MOVING))
     assert still.min() >= moving.mean()
