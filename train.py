@@ -64,6 +64,8 @@ class Trainer:
         held_out = read_prompts(config.eval_prompts) if config.eval_seeds else []
         self.pairs = pairs_of(held_out, config.eval_seeds)
         self.reward = named_reward(config.reward, config.criteria, "cpu" if config.offload else world.device)
+        if config.offload and not isinstance(self.reward, torch.nn.Module):
+            raise ValueError(f"--offload needs a reward that is a torch module; {config.reward} is none")
         self.weights = parse_weights(config.reward_weights) if config.reward_weights else {}
         self.weights = self.weights or DEFAULT_WEIGHTS.get(config.reward.partition("@")[0], {})
 

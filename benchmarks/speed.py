@@ -5,8 +5,8 @@
     3. the share of an iteration that is not the transformer
     4. an iteration against the same one on the released code's schedule
 
-Every figure is the median of several rounds in which the two sides take turns, so a busy machine slows both. On
-a GPU the second has a row at full size; achieved TFLOP/s and peak memory are not measured yet.
+Every figure is the median of several rounds in which the two sides take turns, so a busy machine slows both.
+On a GPU the second has a row at full size; achieved TFLOP/s and peak memory are not measured yet.
 """
 
 import argparse
@@ -119,7 +119,7 @@ def iterations(world: processes.World, rounds: int) -> list[tuple]:
         trained = len(rollout.trained)
 
         def bare() -> None:
-            """The transformer's passes of an iteration and nothing else: roll-out, two references, replays."""
+            """The transformer's passes of an iteration and no more: roll-out, two references, replays."""
             with torch.no_grad():
                 for _ in range(len(rollout.prompts) * (plain.config.steps + 2 * trained)):
                     plain.policy.velocity(x, 0.5, prompt)

@@ -136,6 +136,8 @@ def test_a_refreshed_anchor_is_the_policy(world, tmp_path):
         {"checkpointing": True},
         {"shift": 5.0},
         {"precision": "bfloat16"},
+        {"aggregate": "after"},
+        {"reward_weights": "TA=1"},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -267,6 +269,7 @@ WRONG = {
     "component": (["--reward_weights=SQ=1"], "SQ"),
     "reward": (["--reward=nothing"], "nothing"),
     "resume": (["--resume=tests"], "no config.json"),
+    "offload": (["--offload"], "tiny is none"),
     "frames": (["--frames=8"], "4 n + 1, got 8"),
     "window": (["--sde_window=9", "--steps=4"], "3 steps explore"),
 }
@@ -318,6 +321,16 @@ def one_group_fails(videos, prompts, fps):
 
 one_group_fails.calls = 0
 
+class OnDevice(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, videos, prompts, fps):
+        return {"brightness": self.weight * videos.flatten(1).mean(1)}
+
+module = OnDevice()
+
 def all_fail(videos, prompts, fps):
     return {"brightness": torch.full((len(videos),), float("nan"))}
 
@@ -337,6 +350,14 @@ def test_a_users_reward_without_weights(world, tmp_path, users_rewards):
     folder = run_here(world, tmp_path, reward="my_rewards:brightness")
     line = metrics(folder)[0]
     assert line["reward"] == line["brightness"] > 0
+
+
+def test_an_offloaded_reward_is_the_same_reward(world, tmp_path, users_rewards):
+    runs = [
+        run_here(world, tmp_path / str(off), reward="my_rewards:module", offload=off, iterations=1)
+        for off in (False, True)
+    ]
+    assert metrics(runs[0])[0]["grad_norm"] == metrics(runs[1])[0]["grad_norm"]
 
 
 def test_a_failed_sample_is_masked(world, tmp_path, users_rewards):
