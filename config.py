@@ -43,10 +43,10 @@ class Config:
     trained_steps: Annotated[int, "train so many of the exploring steps, drawn anew; 0: all"] = 0
     same_initial_noise: Annotated[bool, "a group starts from one noise (DanceGRPO's way)"] = False
 
-    prompts_per_iteration: Annotated[int, "P"] = 4
-    group_size: Annotated[int, "G, samples of a prompt"] = 8
-    micro_batch: Annotated[int, "samples of one prompt in a pass; divides group_size"] = 8
-    iterations: Annotated[int, "roll-outs with their updates"] = 30
+    prompts_per_iteration: Annotated[int, "P"] = 2
+    group_size: Annotated[int, "G, samples of a prompt"] = 12
+    micro_batch: Annotated[int, "samples of one prompt in a pass; divides group_size"] = 12
+    iterations: Annotated[int, "roll-outs with their updates"] = 40
     updates_per_iteration: Annotated[int, "optimizer steps on one roll-out"] = 1
 
     adaptation: Annotated[Literal["lora", "full"], "what is trained"] = "lora"
@@ -70,9 +70,9 @@ class Config:
     kl_target: Annotated[float, "KL that the weight holds after the warm-up, nats per element"] = 1e-3
     kl_rate: Annotated[float, "largest relative change of the weight per update"] = 0.1
 
-    eval_every: Annotated[int, "iterations between held-out evaluations"] = 15
+    eval_every: Annotated[int, "iterations between held-out evaluations"] = 20
     eval_seeds: Annotated[int, "seeds of each held-out prompt; 0: no evaluation"] = 12
-    eval_steps: Annotated[int, "steps of the ODE"] = 20
+    eval_steps: Annotated[int, "steps of the ODE"] = 10
     save_every: Annotated[int, "iterations between checkpoints"] = 10
     keep: Annotated[int, "checkpoints kept"] = 2
 
