@@ -351,6 +351,17 @@ def test_what_the_palette_cannot_paint_costs_quality(spoil, cost):
     assert (reward(spoiled, captions, 8)["VQ"] < reward(clips, captions, 8)["VQ"] - cost).all()
 
 
+@pytest.mark.parametrize(("frames", "degree", "cost"), [(range(9), 0.05, 0.3), ([4], 0.1, 0.5)])
+def test_flicker_of_pixels_costs_motion_quality(frames, degree, cost):
+    """Fresh noise in every frame, or a flash of it in one: place and area hardly move."""
+    captions = list(CAPTIONS)
+    videos = torch.stack([draw(caption) for caption in captions])
+    before = reward(videos, captions, 8)["MQ"]
+    for frame in frames:
+        videos[:, frame] += degree * torch.randn(60, 3, 32, 32, generator=seeded(frame))
+    assert (reward(videos, captions, 8)["MQ"] < before - cost).all()
+
+
 def test_a_still_clip_is_as_smooth_as_a_moving_one():
     still, moving = (reward(render(c, seeded()), c, 8)["MQ"] for c in (STILL, MOVING))
     assert still.min() >= moving.mean()
@@ -366,6 +377,9 @@ def test_a_clip_that_is_not_finite_is_nan_and_alone():
         assert torch.equal(score.isnan(), broken)
         assert torch.equal(score[~broken], before[name][~broken])
     assert not verify(videos, captions)[broken].any()
+    videos.requires_grad_()
+    total(videos, captions)[~broken].sum().backward()
+    assert videos.grad.isfinite().all()
 
 
 @pytest.mark.parametrize(
