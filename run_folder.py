@@ -175,7 +175,7 @@ def contact_sheet(prompts: list[str], columns: dict[str, Tensor]):
 
     shape = next(iter(columns.values())).shape
     aspect = shape[-1] * shape[1] / shape[-2]
-    figure = Figure(figsize=(min(1.0, 5 / aspect) * aspect * len(columns) + 0.4, 1.0 * len(prompts) + 0.4))
+    figure = Figure(figsize=(min(0.8 * aspect, 5) * len(columns) + 0.3, len(prompts) + 0.4))
     axes = figure.subplots(len(prompts), len(columns), squeeze=False)
     for row, prompt in enumerate(prompts):
         for axis, (title, videos) in zip(axes[row], columns.items(), strict=True):
@@ -187,7 +187,7 @@ def contact_sheet(prompts: list[str], columns: dict[str, Tensor]):
             if row == 0:
                 axis.set_title(title, fontsize=9)
         axes[row][0].text(0, -0.06, prompt[:90], fontsize=7, va="top", transform=axes[row][0].transAxes)
-    figure.tight_layout(h_pad=0.9)
+    figure.tight_layout(h_pad=0.9, w_pad=0.3)
     return figure
 
 
@@ -204,22 +204,19 @@ def curves(metrics: list[dict]):
         points = [(line["iteration"], line) for line in lines]
         for key in keys:
             where = [(i, line[key]) for i, line in points if line.get(key) is not None]
-            axis.plot([i for i, _ in where], [y for _, y in where], label=key, **style)
+            axis.plot([i for i, _ in where], [y for _, y in where], **{"label": key, **style})
 
     reward, components, verifier, kl, weight, gradient = panels
-    draw(reward, trained, "reward", color=GREY, linewidth=1)
-    draw(reward, held_out, "held_out_reward", color=BLUE, marker="o")
-    reward.set(title="reward", ylabel="roll-outs; held-out by the ODE")
-    names = sorted(held_out[0]["scores"]) if held_out else []
-    for name in names:
-        points = [(line["iteration"], line["scores"][name]["mean"]) for line in held_out]
-        if name == "verifier":
-            verifier.plot(*zip(*points, strict=True), color=BLUE, marker="o", label="held out")
-        else:
-            components.plot(*zip(*points, strict=True), marker="o", label=name)
-    components.set(title="components, held out", ylabel="score")
-    draw(verifier, trained, "verifier", color=GREY, linewidth=1)
+    draw(reward, trained, "reward", color=GREY, linewidth=1, label="roll-outs")
+    reward.set(title="reward", ylabel="weighted sum of the scores")
     verifier.set(title="verifier (never trained on)", ylabel="share right")
+    for name in sorted(held_out[0]["scores"]) if held_out else []:
+        axis = {"reward": reward, "verifier": verifier}.get(name, components)
+        points = [(line["iteration"], line["scores"][name]["mean"]) for line in held_out]
+        label = name if axis is components else "held out, by the ODE"
+        axis.plot(*zip(*points, strict=True), marker="o", label=label)
+    components.set(title="components, held out", ylabel="score")
+    draw(verifier, trained, "verifier", color=GREY, linewidth=1, label="roll-outs")
     draw(kl, trained, "kl_position", "kl_velocity")
     kl.set(title="KL to the anchor and to the previous policy", ylabel="nats per element", yscale="symlog")
     kl.set_yscale("symlog", linthresh=1e-6)
