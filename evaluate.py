@@ -53,7 +53,9 @@ def read_prompts(path: str | Path) -> list[tuple[str, int | None]]:
         raise ValueError(f"prompt file {path} has no prompts")
     result = []
     for number, row in rows:
-        prompt, seed = str(row.get("prompt") or "").strip(), str(row.get("seed") or "").strip()
+        prompt, seed = (
+            str(value).strip() if (value := row.get(key)) is not None else "" for key in ("prompt", "seed")
+        )
         if not prompt:
             raise ValueError(f"{path}, line {number}: no prompt")
         if seed and not seed.isdecimal():

@@ -81,7 +81,8 @@ def sage_variance(sigma: Tensor, sigma_next: Tensor, eta: float) -> Tensor:
     """
     upper, lower = sigma.clamp(max=SIGMA_LIMIT), sigma_next.clamp(max=SIGMA_LIMIT)
     drop = upper - lower
-    return eta**2 * (torch.log1p(drop / (1 - upper)) - drop)
+    growth = torch.log1p(drop / (1 - upper)) - drop
+    return eta**2 * growth.clamp(min=0)  # below 0 only by rounding, at levels under 1e-300
 
 
 def step_coefficients(

@@ -163,7 +163,10 @@ def test_decoding_is_scaled_once_and_by_sample(make_policy):
     assert decoded.shape == clips.shape
     assert (decoded - clips).square().mean() < 2e-3
     assert torch.allclose(policy.decode(latents[1:]), decoded[1:], atol=1e-6)
-    assert abs(vae.config.scaling_factor - 1) > 0.05  # or scaling twice would go unseen
+    with torch.no_grad():
+        pixels = vae.decode(latents / vae.config.scaling_factor).sample.transpose(1, 2)
+    assert torch.allclose(decoded, (pixels / 2 + 0.5).clamp(0, 1), atol=1e-5)
+    assert vae.config.scaling_factor != 1
 
 
 def test_text_encoders_go_once_they_are_done(make_policy):

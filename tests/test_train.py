@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 
 import train
 from config import Config, parse
-from hunyuan import LORA_FILE
+from hunyuan import ADAPTER, LORA_FILE, Policy, load_pipeline
 from rollout import full_schedule, iteration_schedule
 from sde import METHODS
 
@@ -22,13 +23,13 @@ ROOT = Path(__file__).parent.parent
 SMALL = {
     "prompts": "tests/prompts.txt",  # relative to the repository, where pytest and the runs start
     "iterations": 2,
-    "steps": 4,
+    "steps": 3,
     "prompts_per_iteration": 2,
     "group_size": 4,
     "micro_batch": 4,
     "eval_seeds": 0,
     "learning_rate": 1e-3,
-    "save_every": 1,
+    "save_every": 100,
 }
 
 
@@ -78,8 +79,14 @@ def lora(folder: Path) -> torch.Tensor:
     return torch.cat([value.flatten() for _, value in sorted(load_file(folder / "lora" / LORA_FILE).items())])
 
 
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
+def change(folder: Path, weights: torch.Tensor) -> float:
+    """Distance of a result from other weights, relative to how far those came from the untrained LoRA."""
+    torch.manual_seed(Config.seed)
+    policy = Policy(load_pipeline(Config.model), torch.device("cpu"))
+    policy.adapt("lora")
+    first = get_peft_model_state_dict(policy.transformer, adapter_name=ADAPTER)
+    untrained = torch.cat([value.flatten() for _, value in sorted(first.items())])
+    return ((lora(folder) - weights).norm() / (weights - untrained).norm()).item()
 
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "ode"])
@@ -127,7 +134,7 @@ def test_a_refreshed_anchor_is_the_policy(world, tmp_path):
     [
         {"sde_last_step": True},
         {"sde_window": 2},
-        {"trained_steps": 2},
+        {"trained_steps": 1},
         {"updates_per_iteration": 2},
         {"same_initial_noise": True},
         {"adaptation": "full", "learning_rate": 1e-4},
@@ -143,25 +150,25 @@ def test_a_refreshed_anchor_is_the_policy(world, tmp_path):
 )
 def test_every_option_changes_the_run(world, tmp_path, options, plain_run):
     """Each switch runs, and what it promises is seen in the numbers."""
-    folder = run_here(world, tmp_path, **options)
+    folder = run_here(world, tmp_path, **{"iterations": 1, **options})
     lines = metrics(folder)
     if "sde_last_step" in options:
-        assert lines[0]["steps"] == [0, 1, 2, 3]
+        assert lines[0]["steps"] == [0, 1, 2]
     elif "sde_window" in options:
         assert all(len(line["steps"]) == 2 and line["steps"][1] == line["steps"][0] + 1 for line in lines)
     elif "trained_steps" in options:
-        assert all(len(line["steps"]) == 2 for line in lines)
+        assert all(len(line["steps"]) == 1 for line in lines)
     elif "checkpointing" in options:
-        assert lines[1]["grad_norm"] == pytest.approx(plain_run[1]["grad_norm"], rel=1e-5)
+        assert lines[0]["grad_norm"] == pytest.approx(plain_run["grad_norm"], rel=1e-5)
     elif "adaptation" in options:
         assert (folder / "transformer" / "config.json").is_file()
     else:
-        assert lines[-1]["grad_norm"] != plain_run[-1]["grad_norm"]
+        assert lines[0]["grad_norm"] != plain_run["grad_norm"]
 
 
 @pytest.fixture(scope="module")
 def plain_run(world, tmp_path_factory):
-    return metrics(run_here(world, tmp_path_factory.mktemp("plain")))
+    return metrics(run_here(world, tmp_path_factory.mktemp("plain"), iterations=1))[0]
 
 
 def test_a_group_of_one_noise(world, tmp_path):
@@ -202,8 +209,8 @@ def test_windows_and_subsets_keep_the_gain():
 
 def test_two_processes_and_another_split_give_the_same_result(tmp_path):
     """design.md's bounds: rewards 1e-4, gradients 1e-4 relative, the change of the weights 2 % in norm."""
-    common = arguments(runs=tmp_path, prompts_per_iteration=2, group_size=4)
-    runs = {"one": (1, 4), "two": (2, 4), "split": (1, 2), "two_split": (2, 2)}
+    common = arguments(runs=tmp_path)
+    runs = {"one": (1, 4), "two": (2, 4), "split": (2, 2)}
     started = {
         name: start(processes, *common, f"--micro_batch={size}", f"--name={name}")
         for name, (processes, size) in runs.items()
@@ -212,18 +219,16 @@ def test_two_processes_and_another_split_give_the_same_result(tmp_path):
         status, output = finish(process)
         assert status == 0, (name, output)
     one, weights = metrics(tmp_path / "one"), lora(tmp_path / "one")
-    for name in ("two", "split", "two_split"):
+    for name in ("two", "split"):
         for mine, other in zip(one, metrics(tmp_path / name), strict=True):
             assert other["reward"] == pytest.approx(mine["reward"], abs=1e-4)
         assert metrics(tmp_path / name)[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-4)
-        assert distance(lora(tmp_path / name), weights) < 0.02
-    assert distance(lora(tmp_path / "one"), torch.zeros_like(weights) + 1e-9) > 1
+        assert change(tmp_path / name, weights) < 0.02
 
 
-@pytest.mark.parametrize("kl", ["dual"])
-def test_killed_and_resumed_is_the_run_that_was_not(tmp_path, kl):
+def test_killed_and_resumed_is_the_run_that_was_not(tmp_path):
     """SIGKILL in the middle of an update, then --resume: the same weights, bit for bit, and the same log."""
-    line = arguments(runs=tmp_path, iterations=5, kl=kl, anchor_every=2)
+    line = arguments(runs=tmp_path, iterations=5, anchor_every=2, save_every=1)
     whole = start(1, *line, "--name=whole")
     killed = start(1, *line, "--name=killed")
     log = tmp_path / "killed" / "metrics.jsonl"
@@ -247,12 +252,14 @@ def test_killed_and_resumed_is_the_run_that_was_not(tmp_path, kl):
 
 def test_a_checkpoint_resumes_on_another_number_of_processes(tmp_path):
     line = arguments(runs=tmp_path)
-    assert finish(start(1, *line, "--name=four", "--iterations=4"))[0] == 0
-    assert finish(start(2, *line, "--name=run"))[0] == 0
-    status, output = finish(start(1, "--resume", str(tmp_path / "run"), "--iterations=4"))
+    whole = start(1, *line, "--name=whole", "--iterations=3")
+    half = start(2, *line, "--name=half")
+    assert finish(half)[0] == 0
+    status, output = finish(start(1, "--resume", str(tmp_path / "half"), "--iterations=3"))
     assert status == 0, output
-    assert [entry["iteration"] for entry in metrics(tmp_path / "run")] == [1, 2, 3, 4]
-    assert distance(lora(tmp_path / "run"), lora(tmp_path / "four")) < 0.02
+    assert finish(whole)[0] == 0
+    assert [entry["iteration"] for entry in metrics(tmp_path / "half")] == [1, 2, 3]
+    assert change(tmp_path / "half", lora(tmp_path / "whole")) < 0.02
 
 
 WRONG = {
@@ -347,7 +354,7 @@ def users_rewards(tmp_path, monkeypatch):
 
 
 def test_a_users_reward_without_weights(world, tmp_path, users_rewards):
-    folder = run_here(world, tmp_path, reward="my_rewards:brightness")
+    folder = run_here(world, tmp_path, reward="my_rewards:brightness", iterations=1)
     line = metrics(folder)[0]
     assert line["reward"] == line["brightness"] > 0
 
@@ -361,8 +368,8 @@ def test_an_offloaded_reward_is_the_same_reward(world, tmp_path, users_rewards):
 
 
 def test_a_failed_sample_is_masked(world, tmp_path, users_rewards):
-    folder = run_here(world, tmp_path, reward="my_rewards:one_group_fails")
-    assert [line["invalid"] for line in metrics(folder)] == [0.5, 0.5]
+    folder = run_here(world, tmp_path, reward="my_rewards:one_group_fails", iterations=1)
+    assert [line["invalid"] for line in metrics(folder)] == [0.5]
     assert all(line["grad_norm"] > 0 for line in metrics(folder))
 
 
