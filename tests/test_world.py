@@ -390,6 +390,19 @@ def test_videos_of_another_shape_are_refused(shape):
         reward(torch.zeros(shape), list(CAPTIONS[:2]), 8)
 
 
+def test_verifier_tells_circles_from_squares_wherever_the_pixels_fall():
+    """A circle of 109 pixels about the middle of a pixel fills .90 of its box."""
+    drawn, asked, clips = [], [], []
+    for shape, other in [("circle", "square"), ("square", "circle")]:
+        for area in range(75, 116, 2):
+            for nudge in (0.0, 0.25, 0.5):
+                drawn.append(f"a blue {shape} stays still")
+                asked.append(f"a blue {other} stays still")
+                clips.append(draw(drawn[-1], area=float(area), nudge=nudge))
+    clips = torch.stack(clips)
+    assert verify(clips, drawn).all() and not verify(clips, asked).any()
+
+
 def test_verifier_on_rendered_blurred_and_noisy_clips():
     captions = list(CAPTIONS) * 5
     videos, generator = render(captions, seeded(4)), seeded(5)
@@ -399,6 +412,31 @@ def test_verifier_on_rendered_blurred_and_noisy_clips():
     assert verify(noisy, captions).mean() >= 0.97
     for slot in range(3):
         assert verify(videos, [reworded(caption, slot, generator) for caption in captions]).mean() <= 0.01
+
+
+def hard_defects():
+    """(what, caption, clip): each breaks one rule of the verifier and keeps the others."""
+    caption, circle = "a red triangle moves right", "a red circle stays still"
+    speck, ahead = torch.zeros(FRAMES, 3, 32, 32), torch.tensor([1.0, 0.0])
+    speck[4, 0, 3, 3] = 0.9
+    leap = torch.tensor([0, 0, 0, 0, 0, 3, 2, 1, 0.0])[:, None] * ahead
+    back = torch.tensor([0, 0, 0, 1, -0.8, 0, 0, 0, 0])[:, None] * ahead
+    dim = 0.4 * draw(caption, nudge=torch.tensor([0.0, -10.0]))
+    halves = torch.where(torch.arange(32) < 16, draw(circle), draw(other_colour(circle)))
+    return [
+        ("leap", caption, draw(caption, nudge=leap)),
+        ("step back", caption, draw(caption, nudge=back)),
+        ("growth", caption, draw(caption, area=95 * (1 + 0.5 * TIME[:, 0]))),
+        ("upside down", caption, draw(caption).flip(-2)),
+        ("a speck in one frame", caption, torch.maximum(draw(caption), speck)),
+        ("a dim companion", caption, torch.maximum(draw(caption), dim)),
+        ("two colours", circle, halves),
+    ]
+
+
+@pytest.mark.parametrize(("defect", "caption", "clip"), hard_defects())
+def test_verifier_rejects_one_defect(defect, caption, clip):
+    assert not verify(clip[None], [caption]).any()
 
 
 @pytest.mark.parametrize("value", [0.0, 0.07, 0.5])

@@ -319,9 +319,8 @@ def verify(videos: Tensor, prompts: list[str]) -> Tensor:
     row, painted = torch.arange(len(prompts)), torch.tensor(list(PALETTE.values()))
     distance = torch.cdist(painted, videos.movedim(2, -1).flatten(2, 3)).unflatten(-1, (SIZE, SIZE))
     own = distance[row, :, colour]
-    named = mask & (own <= distance.amin(2))
-    near = named & (own < 0.3)
-    right_colour = (named.sum((-2, -1)) > 0.6 * area) & (near.sum((-2, -1)) > 0.5 * area)
+    named = mask & (own <= distance.amin(2)) & (own < 0.3)
+    right_colour = named.sum((-2, -1)) > 0.55 * area  # the rest may be edge
 
     moments, fill = [], area
     for counts in (mask.sum(-2), mask.sum(-1)):
@@ -337,7 +336,7 @@ def verify(videos: Tensor, prompts: list[str]) -> Tensor:
     lean, slim = (third_y / var_y**1.5).mean(1), (var_x / var_y).mean(1)
     upright = lean.abs() < 0.15
     square = upright & (fill > 0.86) & (spread > 0.161) & (spread < 0.172) & (slim > 0.75) & (slim < 1.33)
-    circle = upright & (fill > 0.65) & (fill < 0.9) & (spread < 0.162) & (slim > 0.8) & (slim < 1.25)
+    circle = upright & (fill > 0.65) & (fill < 0.92) & (spread < 0.162) & (slim > 0.8) & (slim < 1.25)
     triangle = (lean < -0.38) & (fill < 0.72) & (spread > 0.174) & (slim > 0.6) & (slim < 0.9)
     right_shape = torch.stack([square, circle, triangle])[shape, row]
 
