@@ -408,7 +408,7 @@ def run(config: Config, resume: Path | None, world: World) -> None:
     folder.save_curves()
     result = folder.path / ("lora" if config.adaptation == "lora" else "transformer")
     trainer.policy.export(result, world.is_main)
-    say(world, f"done: {result} is the result, {folder.path}/before_after.png shows it")
+    say(world, f"done: the result is {result}, its course {folder.path / 'curves.png'}")
 
 
 def main() -> None:
