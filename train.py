@@ -381,6 +381,7 @@ def run(config: Config, resume: Path | None, world: World) -> None:
         if progress:
             trainer.restore(progress)
         folder.forget_after(done)
+        folder.save_config(dataclasses.asdict(config))
     say(
         world,
         f"run {folder.path}: iterations {done} to {config.iterations} on {world.size} x {world.device.type}",

@@ -1,10 +1,13 @@
-"""Builds the tiny HunyuanVideo 1.5 from nothing: `python -m tiny.build --out tiny/hunyuan`.
+"""Builds the tiny HunyuanVideo 1.5 and the tiny VideoAlign from nothing.
 
-Every class is the real one of diffusers and transformers, only smaller, and the folder has the layout of the
-hub's HunyuanVideo 1.5, so whatever loads the one loads the other. The text encoders are random and stay so (a
-fixed vector for every word); the VAE and the transformer are trained on the clips of `tiny/world.py`, on a
-CPU, from one seed. The folder in the repository came from this script; nobody needs to run it to use the
-rest.
+    python -m tiny.build --out tiny/hunyuan
+    python -m tiny.build --part videoalign --out tiny/videoalign
+
+Every class is the real one of diffusers and transformers, only smaller, and a folder has the layout of the
+published HunyuanVideo 1.5 or VideoReward, so whatever loads the one loads the other. The text encoders are
+random and stay so (a fixed vector for every word); the VAE and the transformer are trained on the clips of
+`tiny/world.py`, VideoAlign on preferences between such clips, on a CPU, from one seed. The folders in the
+repository came from this script; nobody needs to run it to use the rest.
 """
 
 import argparse
@@ -24,11 +27,13 @@ from transformers import (
     Qwen2_5_VLTextConfig,
     Qwen2_5_VLTextModel,
     Qwen2Tokenizer,
+    Qwen2VLConfig,
     T5Config,
     T5EncoderModel,
 )
 
 import hunyuan  # noqa: F401 - its mask lets the VAE take a batch
+from reward import REWARD_TOKENS, SHORT_CRITERIA, SPECIAL_TOKEN, VideoAlign
 from tiny import world
 
 SEED = 0
@@ -36,8 +41,28 @@ CLIPS_PER_CAPTION = 64
 CROP = 16
 # Found footage falls short of what the reward wants: dimmer, smaller, slower. That is what a run can teach.
 SHORTFALL = 0.5
+# Two clips whose exact scores are closer than this, in standard deviations of the reference, are a tie.
+TIE = 0.1
+PREFERENCE_BATCHES = 150
 # hidden_states[-3] of a model of two layers is its embedding table: a fixed random vector for every word.
 TEXT_LAYERS, TEXT_DIM = 2, 64
+
+
+def word_tokenizer(texts: list[str], specials: list[str]) -> Qwen2Tokenizer:
+    """A byte-level BPE that knows the words of the texts; the first special token pads, on the right."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator(texts, trainer)
+    trained = json.loads(bpe.to_str())["model"]
+    return Qwen2Tokenizer(
+        vocab=trained["vocab"],
+        merges=[tuple(pair) for pair in trained["merges"]],
+        pad_token=specials[0],
+        additional_special_tokens=specials,
+        padding_side="right",
+    )
 
 
 def text_encoders() -> dict:
@@ -47,20 +72,7 @@ def text_encoders() -> dict:
     would need more for it, so the chat template fills up instead, and the prompt starts at token 108 as well.
     """
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|fill|>"]
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    bpe.train_from_iterator([*world.CAPTIONS, "user", "assistant"], trainer)
-    trained = json.loads(bpe.to_str())["model"]
-    vocab, merges = trained["vocab"], [tuple(pair) for pair in trained["merges"]]
-    tokenizer = Qwen2Tokenizer(
-        vocab=vocab,
-        merges=merges,
-        pad_token=specials[0],
-        additional_special_tokens=specials,
-        padding_side="right",
-    )
+    tokenizer = word_tokenizer([*world.CAPTIONS, "user", "assistant"], specials)
     turn = tokenizer("<|im_start|>user\n").input_ids
     tokenizer.chat_template = (
         "{{ '<|fill|>' * "
@@ -283,14 +295,163 @@ def build(out: Path, vae_steps: int, transformer_steps: int) -> None:
     pipeline.to(torch.bfloat16).save_pretrained(out)
 
 
+def spoil(clips: Tensor, generator: torch.Generator) -> Tensor:
+    """Each clip as it is, or dimmed, blurred, shaken, with noise, with frames in another order, or several.
+
+    Args:
+        clips: [B, 9, 3, 32, 32], 0...1.
+    """
+    count, frames = clips.shape[:2]
+
+    def some() -> Tensor:
+        """A strength for every clip, 0 for most, [B, 1, 1, 1, 1]."""
+        chosen = torch.rand(count, generator=generator) < 0.2
+        return (chosen * torch.rand(count, generator=generator))[:, None, None, None, None]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    forward, mixed = torch.arange(frames), torch.randperm(frames, generator=generator)
+    orders = torch.stack([forward, forward.flip(0), 0 * forward + frames // 2, forward // 2 * 2, mixed])
+    often = torch.tensor([0.7, 0.09, 0.07, 0.07, 0.07])
+    order = orders[torch.multinomial(often, count, replacement=True, generator=generator)]
+    clips = clips[torch.arange(count)[:, None], order]
+    ground = clips.amin((1, 2, 3, 4), keepdim=True)
+    shake = (some()[:, :, 0, 0] * 3 * normal(count, frames, 2)).round()
+    clips = world.moved_back(clips - ground, shake) + ground
+    soft = F.avg_pool2d(clips.flatten(0, 1), 5, 1, 2, count_include_pad=False).view_as(clips)
+    clips = torch.lerp(clips, soft, some())
+    clips = clips * (1 - 0.7 * some()) * (1 + 0.3 * some() * normal(count, frames, 1, 1, 1))
+    return (clips + 0.15 * some() * normal(*clips.shape)).clamp(0, 1)
+
+
+def preferences(prompts: int, group: int, generator: torch.Generator) -> tuple[Tensor, list[str], Tensor]:
+    """Groups of clips that share a prompt, and how the exact reward ranks each two of a group.
+
+    A clip's own caption keeps each word of the prompt in two cases of three.
+
+    Returns: clips [P G, 9, 3, 32, 32], their P G prompts, and for VQ, MQ, TA [P, G, G, 3] with 1 where the
+        first clip is better, -1 where it is worse, and 0 for a tie.
+    """
+    sizes = len(world.PALETTE), len(world.SHAPES), len(world.DIRECTIONS)
+    asked = torch.stack([torch.randint(n, (prompts,), generator=generator) for n in sizes])[..., None]
+    other = torch.stack([torch.randint(n, (prompts, group), generator=generator) for n in sizes])
+    own = torch.where(torch.rand(other.shape, generator=generator) < 2 / 3, asked, other)
+    texts, captions = (
+        [world.CAPTIONS[(colour * sizes[1] + shape) * sizes[2] + motion] for colour, shape, motion in rows]
+        for rows in (numbers.flatten(1).T.tolist() for numbers in (asked.expand_as(own), own))
+    )
+    clips = spoil(world.render(captions, generator, SHORTFALL), generator)
+    exact = world.raw_scores(clips, texts)
+    units = [exact[name] / std for name, (_, std) in world.REFERENCE.items()]
+    score = torch.stack(units, -1).unflatten(0, (prompts, group))
+    margin = score[:, :, None] - score[:, None]
+    return clips, texts, margin.sign() * (margin.abs() > TIE)
+
+
+def new_videoalign() -> VideoAlign:
+    """VideoAlign around a Qwen2-VL of .2 M parameters, untrained: patches of 8, so 16 tokens a clip."""
+    names = "endoftext", "im_start", "im_end", "vision_start", "vision_end", "video_pad"
+    specials = [*(f"<|{name}|>" for name in names), *REWARD_TOKENS]
+    chat = "system\nYou are a helpful assistant.\nuser\n"
+    texts = [*world.CAPTIONS, chat, *SPECIAL_TOKEN.sub("", SHORT_CRITERIA).split("{text_prompt}")]
+    tokenizer = word_tokenizer(texts, specials)
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+    text = {
+        **{"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128},
+        **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"bos_token_id": None, "eos_token_id": None, "rope_parameters": rope},
+    }
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 8, "mlp_ratio": 2}
+    pad = tokenizer.convert_tokens_to_ids("<|video_pad|>")
+    config = Qwen2VLConfig(text_config=text, vision_config=vision, video_token_id=pad)
+    unit = {
+        f"{name}_{part}": value for name in world.REFERENCE for part, value in (("mean", 0.0), ("std", 1.0))
+    }
+    data = {"fps": float(world.FPS), "min_frame_pixels": 256, "max_frame_pixels": world.SIZE**2}
+    settings = {"data_config": data, "inference_config": unit}
+    return VideoAlign(config, tokenizer, SHORT_CRITERIA, settings)
+
+
+def pair_margins(scorer: VideoAlign, clips: Tensor, prompts: list[str], better: Tensor) -> Tensor:
+    """How much higher the better clip of each pair is scored, [P, G, G, 3]; 0 for a tie."""
+    raw = scorer.raw_scores(clips, prompts, world.FPS).unflatten(0, better.shape[:2])
+    return (raw[:, :, None] - raw[:, None]) * better
+
+
+def train_videoalign(steps: int, prompts: int = 8, group: int = 8) -> VideoAlign:
+    """The learned reward: Bradley-Terry on all pairs of a group.
+
+        loss = -log sigmoid(score of the better clip - score of the worse clip)
+
+    for VQ, MQ and TA, each averaged over the pairs that are no tie. Prints the share of held-out pairs that
+    it ranks as the exact reward does. Weights are rounded to bfloat16, and the settings get the mean and the
+    standard deviation of the raw scores over the held-out clips.
+    """
+    torch.manual_seed(SEED)
+    scorer = new_videoalign()
+    matrices = [
+        p for name, p in scorer.named_parameters() if p.ndim == 2 and ("layers" in name or "blocks" in name)
+    ]
+    others = [p for p in scorer.parameters() if all(p is not matrix for matrix in matrices)]
+    optimizers = [
+        torch.optim.Muon(matrices, 3e-3, weight_decay=0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, 3e-3, weight_decay=0),
+    ]
+    schedules = [
+        torch.optim.lr_scheduler.OneCycleLR(
+            o, o.defaults["lr"], total_steps=steps, pct_start=0.05, cycle_momentum=False
+        )
+        for o in optimizers
+    ]
+    generator = torch.Generator().manual_seed(SEED)
+    pool = [
+        preferences(prompts, group, generator) for _ in tqdm(range(PREFERENCE_BATCHES), desc="preferences")
+    ]
+    progress = tqdm(range(steps), desc="VideoAlign")
+    smooth = torch.full((3,), 0.5)
+    for step in progress:
+        clips, texts, better = pool[step % len(pool)]
+        margins = pair_margins(scorer, clips, texts, better)
+        pairs = (better != 0).sum((0, 1, 2)).clamp(min=1)
+        loss = (-F.logsigmoid(margins) * (better != 0)).sum((0, 1, 2)) / pairs
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.sum().backward()
+        torch.nn.utils.clip_grad_norm_(scorer.parameters(), 1.0)
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+        smooth = 0.98 * smooth + 0.02 * (margins > 0).sum((0, 1, 2)) / pairs
+        progress.set_postfix_str("right: VQ {:.1%}, MQ {:.1%}, TA {:.1%}".format(*smooth.tolist()))
+
+    with torch.no_grad():
+        for parameter in scorer.parameters():
+            parameter.copy_(parameter.bfloat16())
+        clips, texts, better = preferences(128, group, torch.Generator().manual_seed(SEED + 1))
+        raw = scorer.raw_scores(clips, texts, world.FPS)
+        margins = pair_margins(scorer, clips, texts, better)
+    right = ((margins > 0).sum((0, 1, 2)) / (better != 0).sum((0, 1, 2))).tolist()
+    for name, mean, std, share in zip(world.REFERENCE, raw.mean(0), raw.std(0), right, strict=True):
+        unit = {f"{name}_mean": round(mean.item(), 4), f"{name}_std": round(std.item(), 4)}
+        scorer.settings["inference_config"] |= unit
+        print(f"{name}: {share:.1%} of the held-out pairs right")
+    return scorer.eval()
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--part", choices=["hunyuan", "videoalign"], default="hunyuan", help="what to build")
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument("--vae_steps", type=int, default=1400)
     parser.add_argument("--transformer_steps", type=int, default=1000)
+    parser.add_argument("--videoalign_steps", type=int, default=1200)
     options = parser.parse_args()
     if options.out.exists():
         parser.error(f"--out {options.out} exists already; name a new folder")
-    build(options.out, options.vae_steps, options.transformer_steps)
+    if options.part == "hunyuan":
+        build(options.out, options.vae_steps, options.transformer_steps)
+    else:
+        train_videoalign(options.videoalign_steps).to(torch.bfloat16).save(options.out)

@@ -3,11 +3,13 @@
 A clip has 9 frames of 32x32 at 8 fps; its caption is "a red square moves left" or "a red square stays still".
 `render` draws clips, `reward` scores them as VideoAlign does (VQ, MQ, TA) and `verify` says, by other means,
 whether a clip shows its caption. Shapes: B clips, F frames, C = 3 colours, H = W = 32; pixels in 0...1.
-Depends on torch alone.
+Depends on torch alone, but for `learned_reward`, which asks a trained model and can be hacked.
 """
 
 import itertools
 import math
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -352,3 +354,30 @@ def verify(videos: Tensor, prompts: list[str]) -> Tensor:
 
     frames = (lone & sane & whole & right_colour).all(1) & videos.sum((1, 2, 3, 4)).isfinite()
     return (frames & right_shape & right_motion).float().to(device)
+
+
+@cache
+def learned_scorer():
+    """The tiny VideoAlign of `tiny/build.py`, loaded once."""
+    from reward import load_videoalign
+
+    return load_videoalign(Path(__file__).with_name("videoalign"), None, "cpu", torch.float32)
+
+
+def learned_reward(videos: Tensor, prompts: list[str], fps: float = FPS) -> dict[str, Tensor]:
+    """What a tiny VideoAlign makes of the clips, and the verdict of `verify`: to watch a reward being hacked.
+
+    The model was trained to rank spoiled clips as `reward` does and has never seen what a policy finds. While
+    its scores rise and "verifier", to be logged and never trained on, does not follow, it is being hacked.
+
+    Args:
+        videos: [B, F, 3, 32, 32], 0...1, at least 3 frames.
+        prompts: B captions.
+        fps: frames a second, of which the model looks at 8.
+
+    Returns: VQ, MQ, TA, Overall, verifier, each [B]; NaN for a clip that is not finite.
+    Raises: ValueError for videos of another shape, pixels outside 0...1, or a prompt that is no caption.
+    """
+    scores = learned_scorer()(videos, prompts, fps)
+    finite = scores["Overall"].isfinite()
+    return scores | {"verifier": torch.where(finite, verify(videos, prompts), torch.nan)}
