@@ -303,7 +303,7 @@ class Plan:
             "replay of a video": f"{scaled(self.flops.replay(config.checkpointing))}FLOP",
             "update of a GPU": f"{scaled((total - flops['roll-out']) / updates)}FLOP",
             "iteration of a GPU": f"{scaled(total)}FLOP",
-            f"{self.machine.tflops:g} TFLOP/s": f"{total / self.machine.tflops / 1e12:,.3g} s an iteration",
+            f"{self.machine.tflops:g} TFLOP/s": f"{total / self.machine.tflops / 1e12:,.4g} s an iteration",
         }
         lines += [f"{name:<22}{value}" for name, value in facts.items()]
         lines += ["", "passes of a GPU          roll-out  reference     replay  a trained sample-step"]
