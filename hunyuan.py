@@ -28,6 +28,7 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanV
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.utils import logging
 from peft import LoraConfig, get_peft_model_state_dict
+from peft.tuners.tuners_utils import cast_adapter_dtype
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -244,6 +245,7 @@ class Policy:
             ]
             config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets)
             self.transformer.add_adapter(config, adapter_name=ADAPTER)
+            cast_adapter_dtype(self.transformer, adapter_name=ADAPTER)  # float32, whatever the base is
         else:
             for parameter in self.transformer.parameters():
                 parameter.requires_grad_(id(parameter) not in dead)

@@ -44,10 +44,7 @@ RUNS = [
     {"adaptation": "full", "kl": "fixed", "anchor_every": 1, "precision": "bfloat16"},
     {"adaptation": "lora", "kl": "stepwise", "sde_window": 1},
     {"adaptation": "lora", "kl": "stepwise", "velocity_kl": "log_prob"},
-    pytest.param(
-        {"adaptation": "lora", "kl": "dual", "velocity_kl": "log_prob", "precision": "bfloat16"},
-        marks=pytest.mark.xfail(strict=True, reason="Policy.adapt makes the LoRA bfloat16, like its blocks"),
-    ),
+    {"adaptation": "lora", "kl": "dual", "velocity_kl": "log_prob", "precision": "bfloat16"},
 ]
 
 
