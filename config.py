@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
+import torch
+
 from sde import METHODS
 from trust_region import KLWeight
 
@@ -82,6 +84,8 @@ class Config:
         "auto"
     )
     checkpointing: Annotated[bool, "recompute activations in the backward pass"] = False
+    attention: Annotated[str, "diffusers' attention backend of the blocks, one with a backward"] = "native"
+    offload_anchors: Annotated[bool, "anchors wait on the CPU"] = False
 
     def __post_init__(self):
         at_least = {
@@ -115,6 +119,42 @@ class Config:
     def units(self) -> int:
         """Micro-batches of an iteration."""
         return self.prompts_per_iteration * self.group_size // self.micro_batch
+
+    def compute_dtype(self, on_gpu: bool) -> torch.dtype:
+        """What the blocks compute in."""
+        low = self.precision == "bfloat16" or (self.precision == "auto" and on_gpu)
+        return torch.bfloat16 if low else torch.float32
+
+    @property
+    def anchors(self) -> tuple[str, ...]:
+        """Roles of the older policies that the trust region keeps (Eq. 11-15)."""
+        position = self.kl in ("fixed", "moving", "dual")
+        velocity = self.kl in ("stepwise", "dual") and self.velocity_kl == "gaussian"
+        return ("position",) * position + ("velocity",) * velocity
+
+    def references(self, update: int) -> list[tuple[str, ...]]:
+        """Reference passes that an update needs, counted from 0, each with the roles it serves.
+
+        None for an anchor that is the policy itself, as after a refresh and at the first update: its KL and
+        the gradient of it are 0. One for both right after that, when the anchor is the previous policy.
+
+        >>> [Config(kl="dual", anchor_every=10).references(update) for update in (0, 1, 2, 10)]
+        [[], [('position', 'velocity')], [('position',), ('velocity',)], [('velocity',)]]
+        """
+        since = update if self.kl == "fixed" else update % self.anchor_every  # the position's last refresh
+        if since == 1 and len(self.anchors) == 2:
+            return [self.anchors]
+        age = {"position": since, "velocity": update}
+        return [(role,) for role in self.anchors if age[role]]
+
+    @property
+    def released_passes(self) -> dict[str, float]:
+        """Transformer passes a trained sample-step of the released code's schedule, by kind.
+
+        Samples one by one, guidance always doubled, all steps trained, each with a reference.
+        """
+        once = 2 / self.updates_per_iteration
+        return {"roll-out": once, "reference": once, "replay": 2.0}
 
 
 def kl_weight(config: Config) -> KLWeight:

@@ -115,10 +115,24 @@ class Policy:
         pipeline: loaded by `load_pipeline`.
         device: where the transformer and the VAE live.
         guidance: scale of classifier-free guidance; 1 predicts once, anything else twice.
+        attention: backend of the blocks, one of diffusers' that has a backward; "native" is torch's, which
+            takes the fastest kernel of the device.
+
+    Attributes:
+        passes: through the transformer so far, a micro-batch each.
+
+    Raises: ValueError for a backend that there is not, or not here.
     """
 
-    def __init__(self, pipeline: HunyuanVideo15Pipeline, device: torch.device, guidance: float = 1.0):
+    def __init__(
+        self,
+        pipeline: HunyuanVideo15Pipeline,
+        device: torch.device,
+        guidance: float = 1.0,
+        attention: str = "native",
+    ):
         self.pipeline, self.device, self.guidance = pipeline, device, guidance
+        self.passes = 0
         self.transformer = pipeline.transformer.eval()  # there is no dropout; eval says so
         self.vae = pipeline.vae.eval().requires_grad_(False).to(device)
         self.vae.enable_tiling()
@@ -127,6 +141,14 @@ class Policy:
         self.parameters: list[Tensor] = []
         for block in self.transformer.transformer_blocks:
             block.attn.set_processor(UnmaskedAttention())
+        if attention != "native":
+            self._set_attention(attention)
+
+    def _set_attention(self, backend: str) -> None:
+        try:
+            self.transformer.set_attention_backend(backend)  # checks it, and fetches its kernel
+        except (ValueError, RuntimeError, ImportError) as error:
+            raise ValueError(f"--attention {backend}: {error}") from error
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """(C, F, H, W) of the latents of a video.
@@ -194,6 +216,7 @@ class Policy:
         return velocity
 
     def _predict(self, x: Tensor, sigma: Tensor | float, text: Text) -> Tensor:
+        self.passes += 1
         batch, channels, *size = x.shape
         words, glyphs = text.words.expand(batch, -1, -1), text.glyphs.expand(batch, -1, -1)
         condition = x.new_zeros(
@@ -267,8 +290,10 @@ class Policy:
         for name, module in self.transformer.named_children():
             module.to(self.device, None if name == "transformer_blocks" else torch.float32)
         if dist.get_world_size() > 1 or compute_dtype != torch.float32:  # else FSDP has nothing to do
-            precision = MixedPrecisionPolicy(compute_dtype, torch.float32, output_dtype=torch.float32)
-            for block in self.transformer.transformer_blocks:
+            blocks = self.transformer.transformer_blocks
+            for block in blocks:  # the next one would cast the output back, and checkpointing keeps it
+                output = torch.float32 if block is blocks[-1] else None
+                precision = MixedPrecisionPolicy(compute_dtype, torch.float32, output_dtype=output)
                 fully_shard(block, mp_policy=precision)
             fully_shard(self.transformer)
         self.parameters = [each for each in self.transformer.parameters() if each.requires_grad]

@@ -162,8 +162,7 @@ class Plan:
         at_hand = config.model if (Path(config.model) / "transformer").is_dir() else ""
         folder = machine.transformer_config or at_hand
         self.folder = "" if folder == "default" else folder
-        low = config.precision == "bfloat16" or (config.precision == "auto" and config.device != "cpu")
-        self.dtype = torch.bfloat16 if low else torch.float32
+        self.dtype = config.compute_dtype(on_gpu=config.device != "cpu")
         self.policy = build_policy(config, self.folder, self.dtype)
         self.transformer = self.policy.transformer
         shape = self.policy.latent_shape(config.frames, config.height, config.width)
@@ -177,8 +176,6 @@ class Plan:
         self.units = config.units // machine.gpus
         self.samples = self.units * config.micro_batch
         self.guided = 2 if config.guidance != 1 else 1
-        self.position = config.kl in ("fixed", "moving", "dual")
-        self.velocity = config.kl in ("stepwise", "dual") and config.velocity_kl == "gaussian"
 
     def passes(self) -> dict[str, float]:
         """Micro-batches that one GPU puts through the transformer in an iteration, by kind.
@@ -187,14 +184,12 @@ class Plan:
             reference    units trained guided               an update and an anchor that is not the policy
             replay       units trained guided               an update; forward and backward
 
-        References are the mean over the run: the position's is not needed right after a refresh, the
-        velocity's not at the first update. Replays are at most so many: without a KL, samples of advantage 0
-        need none.
+        References are the mean over the run. Replays are at most so many: without a KL, samples of advantage
+        0 need none.
         """
         config, each = self.config, self.units * self.guided
-        updates = config.iterations * config.updates_per_iteration
-        every = updates if config.kl == "fixed" else config.anchor_every
-        needed = self.position * (updates - len(range(0, updates, every))) + self.velocity * (updates - 1)
+        updates = range(config.iterations * config.updates_per_iteration)
+        needed = sum(len(config.references(update)) for update in updates)
         return {
             "roll-out": each * config.steps,
             "reference": each * self.trained * needed / config.iterations,
@@ -202,12 +197,9 @@ class Plan:
         }
 
     def released_passes(self) -> dict[str, float]:
-        """The same with the released code's schedule for as many samples and updates.
-
-        2 samples steps      of each kind: micro-batches of 1, guidance doubled, all steps in all kinds
-        """
-        each = 2 * self.samples * self.config.steps
-        return {"roll-out": each, "reference": each, "replay": each * self.config.updates_per_iteration}
+        """The same with the released code's schedule for as many samples and updates."""
+        sample_steps = self.samples * self.config.steps * self.config.updates_per_iteration
+        return {kind: passes * sample_steps for kind, passes in self.config.released_passes.items()}
 
     def iteration_flops(self) -> dict[str, float]:
         """FLOPs of one GPU in an iteration, by kind: passes times micro_batch times those of a video."""
@@ -244,12 +236,14 @@ class Plan:
     def activations(self, checkpointing: bool) -> int:
         """Bytes that a replay keeps for its backward. Estimated: the blocks alone.
 
-        with checkpointing   guided blocks micro_batch tokens width 4 + block       FSDP gives float32
+        with checkpointing   guided ((blocks - 1) itemsize + 4) micro_batch tokens width + block
         without              guided blocks block
         """
-        blocks, block = self.guided * self.transformer.config.num_layers, self.block_activations
-        inputs = self.config.micro_batch * (self.image + self.text) * self.width * 4
-        return blocks * inputs + block if checkpointing else blocks * block
+        blocks, block = self.transformer.config.num_layers, self.block_activations
+        if not checkpointing:
+            return self.guided * blocks * block
+        states = self.config.micro_batch * (self.image + self.text) * self.width
+        return self.guided * ((blocks - 1) * self.dtype.itemsize + 4) * states + block  # embedders: float32
 
     def memory(self) -> dict[str, int]:
         """Bytes of the first GPU during an update, by kind, without activations.
@@ -263,7 +257,7 @@ class Plan:
         gathered      estimated, 0 without FSDP: two blocks and a block's gradients in the compute dtype,
                       the gradients again and all outside of the blocks in float32
         """
-        gpus, itemsize, anchors = self.machine.gpus, self.dtype.itemsize, self.position + self.velocity
+        gpus, itemsize, anchors = self.machine.gpus, self.dtype.itemsize, len(self.config.anchors)
         trained = shard_bytes(self.policy.parameters, gpus)
         named = dict(self.transformer.named_parameters())
         block = [each for name, each in named.items() if name.startswith("transformer_blocks.0.")]
@@ -276,7 +270,7 @@ class Plan:
             "VAE": sum(each.numel() for each in self.policy.vae.parameters()) * itemsize,
             "gradients": trained,
             "optimizer": 2 * trained + 4 * len(self.policy.parameters),
-            "anchors": anchors * trained,
+            "anchors": anchors * trained * (not self.config.offload_anchors),
             "trajectory": self.samples * (self.config.steps + 1 + anchors * self.trained) * self.latents * 4,
             "gathered": gathered if gpus > 1 or self.dtype != torch.float32 else 0,
         }

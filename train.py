@@ -70,14 +70,9 @@ class Trainer:
         self.weights = self.weights or DEFAULT_WEIGHTS.get(config.reward.partition("@")[0], {})
 
         torch.manual_seed(config.seed)  # of the LoRA's first values
-        on_gpu = world.device.type == "cuda"
-        low = config.precision == "bfloat16" or (config.precision == "auto" and on_gpu)
-        dtype = torch.bfloat16 if low else torch.float32
-        self.policy = Policy(
-            load_pipeline(config.model, dtype, masters=config.adaptation == "full"),
-            world.device,
-            config.guidance,
-        )
+        dtype = config.compute_dtype(world.device.type == "cuda")
+        pipeline = load_pipeline(config.model, dtype, masters=config.adaptation == "full")
+        self.policy = Policy(pipeline, world.device, config.guidance, config.attention)
         self.sampler = Sampler(config, world, self.policy, prompts)
         self.policy.encode([*prompts, *(prompt for prompt, _ in self.pairs)])
         self.policy.adapt(config.adaptation, config.lora_rank, config.lora_alpha)
@@ -94,11 +89,8 @@ class Trainer:
                 "exp_avg": zeros[0],
                 "exp_avg_sq": zeros[1],
             }
-        self.anchors: dict[str, Anchor] = {}
-        if config.kl in ("fixed", "moving", "dual"):
-            self.anchors["position"] = Anchor(parameters)
-        if config.kl in ("stepwise", "dual") and config.velocity_kl == "gaussian":
-            self.anchors["velocity"] = Anchor(parameters)
+        place = torch.device("cpu") if config.offload_anchors else world.device
+        self.anchors = {role: Anchor(parameters, place) for role in config.anchors}
         self.kl_weight = kl_weight(config)
         self.updates = 0
         size = self.sampler.shape, config.fps, config.micro_batch
@@ -141,16 +133,12 @@ class Trainer:
     @torch.no_grad()
     def reference_means(self, rollout: Rollout) -> dict[str, Tensor]:
         """Means of the trained steps under each anchor that differs from the policy, each [U, S, m, ...]."""
-        config, means = self.config, {}
-        every = config.anchor_every if config.kl in ("moving", "dual") else self.updates + 1
-        fresh = {"position": self.updates % every == 0, "velocity": self.updates == 0}
-        for role, anchor in self.anchors.items():
-            if fresh[role]:
-                continue  # it is the policy: its KL and the gradient of it are 0
-            with self.policy.at(anchor):
+        means = {}
+        for roles in self.config.references(self.updates):
+            with self.policy.at(self.anchors[roles[0]]):
                 pairs = itertools.product(range(len(rollout.prompts)), rollout.trained)
                 replays = torch.stack([self.sampler.replay(rollout, *pair) for pair in pairs])
-            means[role] = replays.unflatten(0, (-1, len(rollout.trained)))
+            means |= dict.fromkeys(roles, replays.unflatten(0, (-1, len(rollout.trained))))
         return means
 
     def update(self, rollout: Rollout, advantage: Tensor, preflight: bool) -> dict | None:
@@ -326,7 +314,7 @@ def evaluate(trainer: Trainer, folder: RunFolder, iteration: int) -> None:
 def iterate(trainer: Trainer, iteration: int, preflight: bool) -> dict:
     """Roll out, score, update: one iteration, and what it measured."""
     config, world, seconds = trainer.config, trainer.world, {}
-    clock = time.perf_counter()
+    clock, passes = time.perf_counter(), trainer.policy.passes
 
     def lap(phase: str) -> None:
         nonlocal clock
@@ -344,6 +332,7 @@ def iterate(trainer: Trainer, iteration: int, preflight: bool) -> dict:
     for update in range(config.updates_per_iteration):
         measured = trainer.update(rollout, mine, preflight and update == 0)
     lap("update")
+    sample_steps = mine.numel() * len(rollout.trained) * config.updates_per_iteration
     scores["reward"] = trainer.total(scores)
     spread = {name: group_std(values) for name, values in scores.items()}
     return {
@@ -353,6 +342,8 @@ def iterate(trainer: Trainer, iteration: int, preflight: bool) -> dict:
         "flat_groups": (advantage == 0).all(1).double().mean().item(),
         "invalid": 1 - scores["reward"].isfinite().double().mean().item(),
         **(measured or {}),
+        "passes_per_sample_step": (trainer.policy.passes - passes) / sample_steps,
+        "passes_per_sample_step_released": sum(config.released_passes.values()),
         "seconds": seconds,
     }
 

@@ -81,6 +81,7 @@ class Anchor:
 
     Args:
         parameters: tensors, at least one; the anchor starts as a copy of their values.
+        device: where the copy waits; by default beside the parameters.
 
     Raises: ValueError if there are no parameters, or on a use of the snapshot while it is swapped in.
 
@@ -94,11 +95,11 @@ class Anchor:
     1.0
     """
 
-    def __init__(self, parameters: Iterable[Tensor]):
+    def __init__(self, parameters: Iterable[Tensor], device: torch.device | None = None):
         self.parameters = list(parameters)
         if not self.parameters:
             raise ValueError("an anchor of no parameters: is anything trainable?")
-        self.snapshot = [parameter.detach().clone() for parameter in self.parameters]
+        self.snapshot = [each.detach().to(device or each.device, copy=True) for each in self.parameters]
         self.is_swapped_in = False
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import MODEL, PROMPTS
+from conftest import MODEL, PROMPTS, load_copy
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
 
 import hunyuan
@@ -127,6 +127,36 @@ def policy_output(transformer):
             image_embeds=torch.zeros(1, 0, 16),
             return_dict=False,
         )[0]
+
+
+@pytest.mark.parametrize("adaptation", ["lora", "full"])
+def test_the_stock_pipeline_samples_what_was_trained(make_policy, tmp_path, adaptation):
+    policy = make_policy(adaptation=adaptation)
+    stir(policy, 0.02)
+    policy.export(tmp_path, is_main=True)
+    pipeline = hunyuan.load_pipeline(MODEL)
+    untrained = stock_output(pipeline, PROMPTS[0], 1.0, noise_of(PROMPTS[0]))
+    if adaptation == "lora":
+        pipeline.transformer.load_lora_adapter(tmp_path, weight_name=hunyuan.LORA_FILE, prefix=None)
+    else:
+        pipeline.transformer = HunyuanVideo15Transformer3DModel.from_pretrained(tmp_path)
+    trained = stock_output(pipeline, PROMPTS[0], 1.0, noise_of(PROMPTS[0]))
+    ours = ode_latents(policy, PROMPTS[0], [0], Setting(STEPS, policy.shift, SHAPE, 8, 4))
+    assert (trained - untrained).abs().max() > 0.1
+    assert torch.allclose(ours, trained, atol=1e-4)
+
+
+def test_blocks_hand_on_what_they_compute_in(world):
+    """In bfloat16 a checkpointed input is half as large; the output layers get float32."""
+    policy = hunyuan.Policy(load_copy(MODEL, torch.bfloat16, masters=False), world.device)
+    policy.encode(PROMPTS[:1])
+    policy.adapt("lora")
+    policy.shard(torch.bfloat16)
+    seen = []
+    for block in policy.transformer.transformer_blocks:
+        block.register_forward_hook(lambda *call: seen.append(call[2][0].dtype))
+    assert policy.velocity(torch.randn(1, *SHAPE), 0.5, PROMPTS[0]).dtype == torch.float32
+    assert seen == [torch.bfloat16] * (len(seen) - 1) + [torch.float32]
 
 
 def test_a_lora_of_another_model_is_refused(make_policy, tmp_path):

@@ -186,8 +186,8 @@ def test_flops_of_a_real_block(real):
 
 
 def test_activations_of_the_real_model(real):
-    """Both predictions of a guided step are kept; with checkpointing only each block's input, float32."""
-    inputs, block = 54 * (33390 + 256) * 2048 * 4, real.block_activations
+    """Both predictions of a guided step are kept; with checkpointing the blocks' inputs, one in float32."""
+    inputs, block = (53 * 2 + 4) * (33390 + 256) * 2048, real.block_activations
     assert real.activations(checkpointing=True) == inputs + block
     alone, guided = (Plan(tiny_config(guidance=guidance), Machine()) for guidance in (1.0, 6.0))
     assert guided.activations(checkpointing=False) == 2 * alone.activations(checkpointing=False)

@@ -122,6 +122,14 @@ def test_the_log_prob_form_runs(world, tmp_path):
     assert metrics(folder)[0]["kl_velocity"] != 0
 
 
+def test_the_log_counts_the_passes(world, tmp_path):
+    """Of 2 units of 4 samples with 3 steps: two steps are trained; one reference serves both terms."""
+    lines = metrics(run_here(world, tmp_path, kl="dual"))
+    for line, references in zip(lines, (0, 1), strict=True):
+        assert line["passes_per_sample_step"] == 2 * (3 + 2 * references + 2) / (2 * 4 * 2)
+        assert line["passes_per_sample_step_released"] == 6
+
+
 def test_a_refreshed_anchor_is_the_policy(world, tmp_path):
     folder = run_here(world, tmp_path, kl="moving", anchor_every=2, iterations=4, kl_warmup=4)
     lines = metrics(folder)
@@ -141,6 +149,8 @@ def test_a_refreshed_anchor_is_the_policy(world, tmp_path):
         {"guidance": 2.0},
         {"equalizer": False},
         {"checkpointing": True},
+        {"attention": "_native_math"},
+        {"offload_anchors": True},
         {"shift": 5.0},
         {"precision": "bfloat16"},
         {"aggregate": "after"},
@@ -158,7 +168,7 @@ def test_every_option_changes_the_run(world, tmp_path, options, plain_run):
         assert all(len(line["steps"]) == 2 and line["steps"][1] == line["steps"][0] + 1 for line in lines)
     elif "trained_steps" in options:
         assert all(len(line["steps"]) == 1 for line in lines)
-    elif "checkpointing" in options:
+    elif options.keys() & {"checkpointing", "attention", "offload_anchors"}:
         assert lines[0]["grad_norm"] == pytest.approx(plain_run["grad_norm"], rel=1e-5)
     elif "adaptation" in options:
         assert (folder / "transformer" / "config.json").is_file()
@@ -209,7 +219,7 @@ def test_windows_and_subsets_keep_the_gain():
 
 def test_two_processes_and_another_split_give_the_same_result(tmp_path):
     """design.md's bounds: rewards 1e-4, gradients 1e-4 relative, the change of the weights 2 % in norm."""
-    common = arguments(runs=tmp_path)
+    common = arguments(runs=tmp_path, guidance=2.0)
     runs = {"one": (1, 4), "two": (2, 4), "split": (2, 2)}
     started = {
         name: start(processes, *common, f"--micro_batch={size}", f"--name={name}")
@@ -277,6 +287,7 @@ WRONG = {
     "reward": (["--reward=nothing"], "nothing"),
     "resume": (["--resume=tests"], "no config.json"),
     "offload": (["--offload"], "tiny is none"),
+    "attention": (["--attention=flash3"], "--attention flash3: "),
     "frames": (["--frames=8"], "4 n + 1, got 8"),
     "window": (["--sde_window=9", "--steps=4"], "3 steps explore"),
 }

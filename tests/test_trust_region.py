@@ -181,6 +181,14 @@ def test_anchor_refuses_use_while_swapped_in(moved):
         assert same(parameters, current)
 
 
+def test_an_anchor_waits_where_it_is_told_to():
+    model = nn.Linear(2, 2)
+    assert {kept.device.type for kept in Anchor(model.parameters()).snapshot} == {"cpu"}
+    assert {kept.device.type for kept in Anchor(model.parameters(), torch.device("meta")).snapshot} == {
+        "meta"
+    }
+
+
 def test_anchor_refuses_to_hold_nothing():
     with pytest.raises(ValueError, match="no parameters"):
         Anchor(parameter for parameter in nn.Linear(2, 2).parameters() if not parameter.requires_grad)
