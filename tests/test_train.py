@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import MODEL
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 
@@ -218,7 +219,7 @@ def test_windows_and_subsets_keep_the_gain():
 
 
 def test_two_processes_and_another_split_give_the_same_result(tmp_path):
-    """design.md's bounds: rewards 1e-4, gradients 1e-4 relative, the change of the weights 2 % in norm."""
+    """Rewards within 1e-4, gradients 1e-4 relative, the change of the weights 2 % in norm."""
     common = arguments(runs=tmp_path, guidance=2.0)
     runs = {"one": (1, 4), "two": (2, 4), "split": (2, 2)}
     started = {
@@ -234,6 +235,22 @@ def test_two_processes_and_another_split_give_the_same_result(tmp_path):
             assert other["reward"] == pytest.approx(mine["reward"], abs=1e-4)
         assert metrics(tmp_path / name)[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-4)
         assert change(tmp_path / name, weights) < 0.02
+
+
+def test_a_full_fine_tune_on_two_processes_is_that_of_one(tmp_path):
+    """Sharded weights, both anchors and their refresh: the third update has seen all of them."""
+    line = arguments(runs=tmp_path, adaptation="full", learning_rate=1e-5, iterations=3, anchor_every=2)
+    started = [start(processes, *line, f"--name={processes}") for processes in (1, 2)]
+    for process in started:
+        status, output = finish(process)
+        assert status == 0, output
+    file = "transformer/diffusion_pytorch_model.safetensors"
+    one, two, before = (load_file(folder / file) for folder in (tmp_path / "1", tmp_path / "2", ROOT / MODEL))
+    apart = torch.cat([(one[name] - two[name]).flatten() for name in one]).norm()
+    assert 0 < apart < 0.02 * torch.cat([(one[name] - before[name]).flatten() for name in one]).norm()
+    for mine, other in zip(metrics(tmp_path / "1"), metrics(tmp_path / "2"), strict=True):
+        assert other["reward"] == pytest.approx(mine["reward"], abs=1e-4)
+        assert other["kl"] == pytest.approx(mine["kl"], rel=1e-3, abs=1e-9)
 
 
 def test_killed_and_resumed_is_the_run_that_was_not(tmp_path):
