@@ -12,6 +12,9 @@ import torch
 from sde import METHODS
 from trust_region import KLWeight
 
+# What a checkpoint's tensors belong to, so that a resumed run cannot change it.
+SETTLED = {"model", "adaptation", "lora_rank", "lora_alpha", "kl", "velocity_kl"}
+
 
 @dataclass(frozen=True)
 class Config:
@@ -20,7 +23,9 @@ class Config:
     model: Annotated[str, "folder or hub id of a HunyuanVideo 1.5"] = "tiny/hunyuan"
     prompts: Annotated[str, "prompt file to train on: txt, csv or jsonl"] = "tiny/prompts.txt"
     eval_prompts: Annotated[str, "prompt file that is held out"] = "tiny/held_out.txt"
-    reward: Annotated[str, "tiny, tiny_videoalign, videoalign@FOLDER, or your module:function"] = "tiny"
+    reward: Annotated[
+        str, "tiny, tiny_videoalign, videoalign@FOLDER, clipscore, pickscore, or your module:function"
+    ] = "tiny"
     reward_weights: Annotated[str, "NAME=WEIGHT,...; empty: the reward's own"] = ""
     criteria: Annotated[str, "prompt_template.py of a VideoAlign checkout"] = ""
     offload: Annotated[bool, "the reward model is on the GPU only while it scores"] = False
@@ -58,7 +63,7 @@ class Config:
     weight_decay: Annotated[float, "of AdamW"] = 0.0
     max_grad_norm: Annotated[float, "gradients are clipped to this norm"] = 1.0
     clip_range: Annotated[float, "of the ratio of mean log-probabilities"] = 1e-4
-    advantage_eps: Annotated[float, "floor of a group's std; the reward's own noise"] = 1e-4
+    advantage_eps: Annotated[float, "added to a group's std; the reward's own noise"] = 1e-4
     equalizer: Annotated[bool, "even out the steps' gradients (Eq. 9)"] = True
 
     kl: Annotated[Literal["none", "fixed", "stepwise", "moving", "dual"], "trust region (Eq. 11-15)"] = "dual"
@@ -196,4 +201,10 @@ def parse(arguments: list[str], description: str) -> tuple[Config, Path | None]:
     stored = resume / "config.json"
     if not stored.is_file():
         raise ValueError(f"--resume {resume}: no config.json there, so no run")
-    return Config(**{**json.loads(stored.read_text()), **given}), resume
+    options = json.loads(stored.read_text())
+    for name in SETTLED & given.keys() & options.keys():
+        if given[name] != options[name]:
+            raise ValueError(
+                f"--resume {resume}: its --{name} is {options[name]} and cannot become {given[name]}"
+            )
+    return Config(**{**options, **given}), resume

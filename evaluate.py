@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from config import add_options
-from hunyuan import Policy, load_pipeline
+from hunyuan import LORA_FILE, Policy, existing, load_pipeline
 from processes import World, clear_errors, gather_units, seeded_generator, start, stop
 from reward import load_reward
 from run_folder import contact_sheet, new_folder, thumbnails
@@ -41,10 +41,13 @@ def read_prompts(path: str | Path) -> list[tuple[str, int | None]]:
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"prompt file {path} does not exist")
+        raise ValueError(f"prompt file {path} {'is a folder' if path.is_dir() else 'does not exist'}")
     lines = path.read_text().splitlines()
     if path.suffix == ".csv":
-        rows = list(enumerate(csv.DictReader(lines), 2))
+        table = csv.DictReader(lines)
+        if "prompt" not in (table.fieldnames or ["prompt"]):
+            raise ValueError(f"{path} has no column `prompt`, its columns are {', '.join(table.fieldnames)}")
+        rows = list(enumerate(table, 2))
     elif path.suffix == ".jsonl":
         rows = [(number, _json_row(path, number, line)) for number, line in enumerate(lines, 1)]
     else:
@@ -132,9 +135,11 @@ def score(reward, videos: Tensor, prompts: list[str], fps: int) -> dict[str, Ten
         raise ValueError(
             f"the reward raised {type(error).__name__}: {error} ({place}) on {prompts[0]!r}"
         ) from error
-    shapes = {name: tuple(getattr(value, "shape", ())) for name, value in dict(scores).items()}
+    named = scores if isinstance(scores, dict) else {}
+    shapes = {name: tuple(getattr(value, "shape", ())) for name, value in named.items()}
     if not shapes or any(shape != (len(videos),) for shape in shapes.values()):
-        raise ValueError(f"the reward must return {{name: tensor of [{len(videos)}]}}, got {shapes}")
+        found = shapes if named else type(scores).__name__
+        raise ValueError(f"the reward must return {{name: tensor of [{len(videos)}]}}, got {found}")
     return {name: value.detach().double().cpu() for name, value in scores.items()}
 
 
@@ -342,6 +347,9 @@ def run(options: Options, world: World) -> None:
     """Scores every policy, then prints and saves the table and the contact sheet."""
     pairs = pairs_of(read_prompts(options.prompts), options.seeds)
     sources = ["", *options.lora, *options.transformer]
+    for folders, file in ((options.lora, LORA_FILE), (options.transformer, "config.json")):
+        for folder in folders:
+            existing(folder, file)
     reward = joint_reward([named_reward(name, options.criteria, world.device) for name in options.reward])
     out = open_folder(options, world)
     for source in sources:

@@ -317,9 +317,7 @@ class Policy:
 
         Raises: ValueError if the file is missing or not of this transformer: diffusers would only warn.
         """
-        file = Path(folder) / LORA_FILE
-        if not file.is_file():
-            raise ValueError(f"{folder} has no {LORA_FILE}")
+        file = existing(folder, LORA_FILE)
         modules = dict(self.transformer.named_modules())
         with safe_open(file, "pt") as saved:
             unknown = [key for key in saved.keys() if key.partition(".lora_")[0] not in modules]  # noqa: SIM118
@@ -335,8 +333,7 @@ class Policy:
 
         Raises: ValueError if the folder has none.
         """
-        if not (Path(folder) / "config.json").is_file():
-            raise ValueError(f"{folder} has no config.json, so no transformer")
+        existing(folder, "config.json")
         tuned = HunyuanVideo15Transformer3DModel.from_pretrained(folder)
         self.transformer.load_state_dict(tuned.state_dict())
 
@@ -364,6 +361,14 @@ class Policy:
             whole = HunyuanVideo15Transformer3DModel.from_config(self.transformer.config)
         whole.load_state_dict(state, assign=True)
         whole.save_pretrained(folder)
+
+
+def existing(folder: str | Path, file: str) -> Path:
+    """A file of a result's folder; ValueError if it is not there."""
+    path = Path(folder) / file
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {file}")
+    return path
 
 
 def load_pipeline(

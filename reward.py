@@ -87,9 +87,11 @@ def composite(scores: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
     >>> composite({"VQ": torch.tensor([1.0]), "TA": torch.tensor([2.0])}, {"VQ": 0.5, "TA": 1.0}).item()
     2.5
     """
-    missing = sorted(set(weights) - set(scores))
-    if missing or not weights:
-        raise ValueError(f"weights {weights}: none, or not among the scores {sorted(scores)}: {missing}")
+    if not weights:
+        raise ValueError(f"no weights for the scores {', '.join(sorted(scores))}")
+    if missing := sorted(set(weights) - set(scores)):
+        names = ", ".join(missing), ", ".join(sorted(scores))
+        raise ValueError("there is a weight for {}, but the reward's scores are {}".format(*names))
     return sum(weight * scores[name].float() for name, weight in weights.items())
 
 

@@ -95,6 +95,9 @@ class Trainer:
         self.updates = 0
         size = self.sampler.shape, config.fps, config.micro_batch
         self.setting = Setting(config.eval_steps, self.sampler.shift, *size)
+        with self.reward_at_work():  # on noise, so that one that fails does so before any expensive work
+            video = self.policy.decode(torch.randn(1, *self.sampler.shape, device=world.device))
+            self.total(score(self.reward, video, prompts[:1], config.fps))
 
     @contextmanager
     def reward_at_work(self) -> Iterator[None]:
@@ -294,6 +297,8 @@ def evaluate(trainer: Trainer, folder: RunFolder, iteration: int) -> None:
         done = list(bar)
     scores = {name: torch.tensor([each.scores[name] for each in done]).double() for name in done[0].scores}
     scores["reward"] = trainer.total(scores)
+    if iteration == 0 and not scores["reward"].isfinite().any():
+        raise ValueError(f"the reward could score none of the {len(done)} held-out videos")
     small = torch.stack([each.thumbnails for each in done if each.pair in first])
     folder.save_evaluation(iteration, {**scores, "thumbnails": small})
     before = folder.load_evaluation(0)
@@ -334,6 +339,8 @@ def iterate(trainer: Trainer, iteration: int, preflight: bool) -> dict:
     lap("update")
     sample_steps = mine.numel() * len(rollout.trained) * config.updates_per_iteration
     scores["reward"] = trainer.total(scores)
+    if not scores["reward"].isfinite().any():
+        say(world, f"warning: the reward could score no sample of iteration {iteration + 1}")
     spread = {name: group_std(values) for name, values in scores.items()}
     return {
         **{name: mean_and_error(values.flatten())["mean"] for name, values in scores.items()},

@@ -38,7 +38,7 @@ def test_seeds_of_a_prompt_file(tmp_path):
     ("name", "text", "message"),
     [
         ("p.txt", "", "has no prompts"),
-        ("p.csv", "index,text\n0,a cat\n", "line 2: no prompt"),
+        ("p.csv", "index,text\n0,a cat\n", "no column `prompt`, its columns are index, text"),
         ("p.csv", "prompt\na cat\n  \na dog\n,\n", "line 3: no prompt"),
         ("p.jsonl", '{"prompt": "a cat"}\n{"prompt": \n', "line 2: not JSON"),
         ("p.jsonl", '["a cat"]\n', "line 1: expected"),
@@ -83,7 +83,9 @@ def test_scores_do_not_depend_on_the_micro_batch(make_policy, world):
     assert (tables[0][0] - tables[0][1]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("answer", [{}, {"a": torch.zeros(3)}, {"a": 1.0}, {"a": torch.zeros(2, 1)}])
+@pytest.mark.parametrize(
+    "answer", [{}, torch.zeros(2), {"a": torch.zeros(3)}, {"a": 1.0}, {"a": torch.zeros(2, 1)}]
+)
 def test_a_reward_of_the_wrong_shape(answer):
     with pytest.raises(ValueError, match="the reward must return"):
         score(lambda videos, prompts, fps: answer, torch.zeros(2, 9, 3, 32, 32), ["a", "a"], 8)

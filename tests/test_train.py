@@ -300,7 +300,11 @@ WRONG = {
     "both": (["--sde_window=2", "--trained_steps=2"], "choose one"),
     "no model": (["--model=tests"], "model_index.json"),
     "no prompts": (["--prompts=nowhere.txt"], "nowhere.txt does not exist"),
-    "component": (["--reward_weights=SQ=1"], "SQ"),
+    "component": (
+        ["--reward_weights=SQ=1"],
+        "a weight for SQ, but the reward's scores are MQ, TA, VQ, verifier",
+    ),
+    "folder": (["--prompts=tiny"], "prompt file tiny is a folder"),
     "reward": (["--reward=nothing"], "nothing"),
     "resume": (["--resume=tests"], "no config.json"),
     "offload": (["--offload"], "tiny is none"),
@@ -369,6 +373,9 @@ module = OnDevice()
 def all_fail(videos, prompts, fps):
     return {"brightness": torch.full((len(videos),), float("nan"))}
 
+def tensor(videos, prompts, fps):
+    return videos.flatten(1).mean(1)
+
 def wrong_shape(videos, prompts, fps):
     return {"brightness": videos.mean()}
 """
@@ -401,17 +408,34 @@ def test_a_failed_sample_is_masked(world, tmp_path, users_rewards):
     assert all(line["grad_norm"] > 0 for line in metrics(folder))
 
 
-def test_when_no_sample_can_be_scored_nothing_is_learnt(world, tmp_path, users_rewards):
+def test_when_no_sample_can_be_scored_nothing_is_learnt(world, tmp_path, users_rewards, capsys):
+    """A reward may come back in a later iteration; one that fails on all held-out videos need not start."""
     folder = run_here(world, tmp_path, reward="my_rewards:all_fail")
     assert all(line["invalid"] == 1 and "grad_norm" not in line for line in metrics(folder))
+    assert "could score no sample of iteration 2" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="none of the 12 held-out videos"):
+        run_here(world, tmp_path / "again", reward="my_rewards:all_fail", eval_seeds=1, eval_steps=1)
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("broken", "out of paint"), ("wrong_shape", r"tensor of \[4\]")]
+    ("name", "message"),
+    [
+        ("broken", "out of paint"),
+        ("wrong_shape", r"tensor of \[1\]"),
+        ("tensor", r"tensor of \[1\]\}, got Tensor"),
+    ],
 )
-def test_a_bad_reward_is_named(world, tmp_path, users_rewards, name, message):
+def test_a_bad_reward_is_named_before_there_is_a_run(world, tmp_path, users_rewards, name, message):
     with pytest.raises(ValueError, match=message):
         run_here(world, tmp_path, reward=f"my_rewards:{name}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_resumed_run_cannot_change_what_it_trains(world, tmp_path):
+    folder = run_here(world, tmp_path, iterations=1)
+    with pytest.raises(ValueError, match="--lora_rank is 16 and cannot become 8"):
+        parse(["--resume", str(folder), "--lora_rank=8"], "")
+    assert parse(["--resume", str(folder), "--lora_rank=16", "--seed=3"], "")[0].seed == 3
 
 
 def test_two_processes_do_not_hang_on_a_mistake(tmp_path):
