@@ -214,11 +214,15 @@ def curves(metrics: list[dict]):
         axis = {"reward": reward, "verifier": verifier}.get(name, components)
         points = [(line["iteration"], line["scores"][name]["mean"]) for line in held_out]
         label = name if axis is components else "held out, by the ODE"
-        axis.plot(*zip(*points, strict=True), marker="o", label=label)
+        look = (
+            "os^Dv"[len(axis.lines) % 5] + ("-", "--", ":")[len(axis.lines) % 3]
+        )  # to be told apart in grey
+        axis.plot(*zip(*points, strict=True), look, label=label)
     components.set(title="components, held out", ylabel="score")
     draw(verifier, trained, "verifier", color=GREY, linewidth=1, label="roll-outs")
-    draw(kl, trained, "kl_position", "kl_velocity")
-    kl.set(title="KL to the anchor and to the previous policy", ylabel="nats per element", yscale="symlog")
+    draw(kl, trained, "kl_position", color=BLUE, label="position: to the anchor")
+    draw(kl, trained, "kl_velocity", color=ORANGE, linestyle="--", label="velocity: to the previous policy")
+    kl.set(title="KL", ylabel="nats per element")
     kl.set_yscale("symlog", linthresh=1e-6)
     draw(weight, trained, "kl_weight", color=ORANGE)
     weight.set(title="KL weight", ylabel="per element")
@@ -227,6 +231,6 @@ def curves(metrics: list[dict]):
     for axis in (reward, components, verifier, kl, weight, gradient):
         axis.set_xlabel("iteration")
         if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=7)
+            axis.legend(fontsize=7, framealpha=0.5)
     figure.tight_layout()
     return figure

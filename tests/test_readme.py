@@ -7,6 +7,8 @@ import pytest
 from conftest import MODEL
 from test_train import run_here
 
+from config import parse
+
 README = (Path(__file__).parent.parent / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
@@ -20,6 +22,22 @@ def test_generating_with_the_result(world, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile(snippet, "README.md", "exec"), {})
     assert (tmp_path / "clip.mp4").stat().st_size > 500
+
+
+def test_the_recipes_are_options():
+    """Those of the real model, as a shell would expand them; and what train.py would say to the sizes."""
+    (block,) = (code for code in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) if "--nnodes" in code)
+    names = dict(re.findall(r'^(\w+)="?([^"#\n]*?)"? *(?:#.*)?$', block, re.MULTILINE))
+    lines = [
+        line.split(" train.py ")[1] for line in block.replace("\\\n", " ").splitlines() if "train.py " in line
+    ]
+    assert len(lines) == 3
+    for line in lines:
+        expanded = re.sub(r"\$\{?(\w+)\}?", lambda name: names[name[1]], line)
+        config, _ = parse(expanded.split(), "")
+        assert (
+            config.model.startswith("hunyuanvideo-community/") and config.criteria and config.eval_steps == 50
+        )
 
 
 def test_copying_a_module(capsys):
