@@ -282,19 +282,24 @@ class Policy:
     def shard(self, compute_dtype: torch.dtype = torch.float32, checkpointing: bool = False) -> None:
         """Moves the transformer to the device and shards it over the ranks with FSDP2, block by block.
 
-        Only the blocks compute in `compute_dtype`: embedders, timestep and output stay float32, which keeps
-        the gradient within 1 % of float32's. Lists `parameters`, as FSDP wants it, right after sharding.
+        One block at a time, so that no device ever holds the whole model. Only the blocks compute in
+        `compute_dtype`: embedders, timestep and output stay float32, which keeps the gradient within 1 % of
+        float32's. Lists `parameters`, as FSDP wants it, right after sharding.
         """
         if checkpointing:
             self.transformer.enable_gradient_checkpointing()
-        for name, module in self.transformer.named_children():
-            module.to(self.device, None if name == "transformer_blocks" else torch.float32)
-        if dist.get_world_size() > 1 or compute_dtype != torch.float32:  # else FSDP has nothing to do
-            blocks = self.transformer.transformer_blocks
-            for block in blocks:  # the next one would cast the output back, and checkpointing keeps it
+        blocks = self.transformer.transformer_blocks
+        sharded = dist.get_world_size() > 1 or compute_dtype != torch.float32  # else FSDP has nothing to do
+        for block in blocks:
+            block.to(self.device)
+            if sharded:  # the next block would cast the output back, and checkpointing keeps it
                 output = torch.float32 if block is blocks[-1] else None
                 precision = MixedPrecisionPolicy(compute_dtype, torch.float32, output_dtype=output)
                 fully_shard(block, mp_policy=precision)
+        for module in self.transformer.children():
+            if module is not blocks:
+                module.to(self.device, torch.float32)
+        if sharded:
             fully_shard(self.transformer)
         self.parameters = [each for each in self.transformer.parameters() if each.requires_grad]
 

@@ -95,9 +95,6 @@ class Trainer:
         self.updates = 0
         size = self.sampler.shape, config.fps, config.micro_batch
         self.setting = Setting(config.eval_steps, self.sampler.shift, *size)
-        with self.reward_at_work():  # on noise, so that one that fails does so before any expensive work
-            video = self.policy.decode(torch.randn(1, *self.sampler.shape, device=world.device))
-            self.total(score(self.reward, video, prompts[:1], config.fps))
 
     @contextmanager
     def reward_at_work(self) -> Iterator[None]:
@@ -107,6 +104,14 @@ class Trainer:
         yield
         if self.config.offload:
             self.reward.to("cpu")
+
+    def try_reward(self) -> None:
+        """Scores one video of noise; ValueError if the reward or its weights fail, before expensive work."""
+        noise = torch.randn(1, *self.sampler.shape, device=self.world.device)
+        with self.reward_at_work():
+            self.total(
+                score(self.reward, self.policy.decode(noise), self.sampler.prompts[:1], self.config.fps)
+            )
 
     @torch.no_grad()
     def scores(self, rollout: Rollout) -> dict[str, Tensor]:
@@ -364,6 +369,7 @@ def group_std(values: Tensor) -> Tensor:
 def run(config: Config, resume: Path | None, world: World) -> None:
     """The whole run, from the first iteration or from the last checkpoint."""
     trainer = Trainer(config, world)
+    trainer.try_reward()
     silent = (trainer.sampler.schedule.std == 0).nonzero()[:, 0].tolist()
     say(
         world,
