@@ -1,6 +1,6 @@
 """The paper's claims, tried on the tiny world: `python -m benchmarks.claims --out benchmarks/claims_tiny.md`.
 
-    methods      the samplers of Table 1 at equal exploration, no KL
+    methods      the samplers of Table 1 at equal exploration and at equal eta, no KL; and the default run
     equalizer    the same without the gain of Eq. 9 (Figure 3)
     strategies   trust regions (Figure 8) against a learned reward that can be hacked
     weights      KL weights (Figure 7), the same
@@ -14,6 +14,7 @@ repeated.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -72,14 +73,15 @@ def spreads() -> dict[str, float]:
 
 def settings() -> dict[str, dict[str, tuple[str, ...]]]:
     """Options of train.py by claim and row."""
-    plain = {f"{m}, eta {eta}": (f"--method={m}", f"--eta={eta}", "--kl=none") for m, eta in ETAS.items()}
-    uneven = {row: options for row, options in plain.items() if not row.startswith("sage_exact")}
+    alike = {f"{m}, eta {eta}": (f"--method={m}", f"--eta={eta}", "--kl=none") for m, eta in ETAS.items()}
+    uneven = {row: options for row, options in alike.items() if not row.startswith("sage_exact")}
+    equal = {f"{m}, eta .5": (f"--method={m}", "--kl=none") for m, eta in ETAS.items() if eta != Config.eta}
     weights = {
         f"dual, {name}": (*LEARNED, f"--kl_weight_min={low}", f"--kl_weight_max={high}")
         for name, (low, high) in WEIGHTS.items()
     }
     return {
-        "methods": plain,
+        "methods": {**alike, **equal, "sage, eta 0.5, dual KL": ()},
         "equalizer": {f"{row}, no gain": (*options, "--no-equalizer") for row, options in uneven.items()},
         "strategies": {kl: (*LEARNED, f"--kl={kl}") for kl in STRATEGIES},
         "weights": weights,
@@ -125,15 +127,15 @@ def main() -> None:
     with ThreadPoolExecutor(options.parallel) as pool:
         for seed in range(options.seeds):
             for claim, rows in claims.items():
-                for i, row in enumerate(rows.values()):
-                    place = options.runs / f"{claim}_{i}_{seed}"
-                    jobs[claim, i, seed] = pool.submit(train, place, seed, row)
+                for row, line in rows.items():
+                    place = options.runs / re.sub(r"[^\w.-]+", "_", f"{claim}_{row}_{seed}")
+                    jobs[claim, row, seed] = pool.submit(train, place, seed, line)
         for job in tqdm(jobs.values(), "runs"):
             job.result()
     for claim, rows in claims.items():
         lines += ["", f"## {claim}", "", f"| | {' | '.join(COLUMNS.values())} |", "|---" * 5 + "|"]
-        for i, row in enumerate(rows):
-            runs = [measure(jobs[claim, i, seed].result()) for seed in range(options.seeds)]
+        for row in rows:
+            runs = [measure(jobs[claim, row, seed].result()) for seed in range(options.seeds)]
             figures = {name: mean_and_error(torch.tensor([run[name] for run in runs])) for name in COLUMNS}
             cells = (f"{figure['mean']:+.3f} ± {figure['error']:.3f}" for figure in figures.values())
             lines.append(f"| {row} | {' | '.join(cells)} |")
