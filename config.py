@@ -125,11 +125,6 @@ class Config:
         """Micro-batches of an iteration."""
         return self.prompts_per_iteration * self.group_size // self.micro_batch
 
-    def compute_dtype(self, on_gpu: bool) -> torch.dtype:
-        """What the blocks compute in."""
-        low = self.precision == "bfloat16" or (self.precision == "auto" and on_gpu)
-        return torch.bfloat16 if low else torch.float32
-
     @property
     def anchors(self) -> tuple[str, ...]:
         """Roles of the older policies that the trust region keeps (Eq. 11-15)."""
@@ -166,6 +161,12 @@ def kl_weight(config: Config) -> KLWeight:
     """The KL weight that the options describe; its feedback sees the KLs between two refreshes."""
     bounds = config.kl_weight_min, config.kl_weight_max
     return KLWeight(*bounds, config.kl_warmup, config.kl_target, config.kl_rate, window=config.anchor_every)
+
+
+def compute_dtype(precision: str, on_gpu: bool) -> torch.dtype:
+    """What the blocks compute in, by the option of that name."""
+    low = precision == "bfloat16" or (precision == "auto" and on_gpu)
+    return torch.bfloat16 if low else torch.float32
 
 
 def add_options(parser: argparse.ArgumentParser, options: type) -> None:

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from config import add_options
+from config import add_options, compute_dtype
 from hunyuan import LORA_FILE, Policy, existing, load_pipeline
 from processes import World, clear_errors, gather_units, seeded_generator, start, stop
 from reward import load_reward
@@ -264,8 +264,7 @@ def table(rows: dict[str, list[dict[str, float]]]) -> tuple[str, dict]:
 
 def load_policy(options: Options, world: World, source: str, prompts: list[str]) -> Policy:
     """The model with a LoRA or a transformer of its own (source ""), with the prompts encoded."""
-    low = options.precision == "bfloat16" or (options.precision == "auto" and world.device.type == "cuda")
-    dtype = torch.bfloat16 if low else torch.float32
+    dtype = compute_dtype(options.precision, world.device.type == "cuda")
     policy = Policy(load_pipeline(options.model, dtype, masters=False), world.device, options.guidance)
     if source in options.lora:
         policy.load_lora(source)

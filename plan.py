@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from config import Config, add_options
+from config import Config, add_options, compute_dtype
 from hunyuan import Policy
 from processes import clear_errors
 from rollout import full_schedule, iteration_schedule
@@ -162,7 +162,7 @@ class Plan:
         at_hand = config.model if (Path(config.model) / "transformer").is_dir() else ""
         folder = machine.transformer_config or at_hand
         self.folder = "" if folder == "default" else folder
-        self.dtype = config.compute_dtype(on_gpu=config.device != "cpu")
+        self.dtype = compute_dtype(config.precision, on_gpu=config.device != "cpu")
         self.policy = build_policy(config, self.folder, self.dtype)
         self.transformer = self.policy.transformer
         shape = self.policy.latent_shape(config.frames, config.height, config.width)

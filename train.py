@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from config import Config, kl_weight, parse
+from config import Config, compute_dtype, kl_weight, parse
 from evaluate import Setting, mean_and_error, named_reward, pairs_of, read_prompts, score, score_pairs, shown
 from grpo import group_advantage, policy_loss
 from hunyuan import Policy, load_pipeline
@@ -70,7 +70,7 @@ class Trainer:
         self.weights = self.weights or DEFAULT_WEIGHTS.get(config.reward.partition("@")[0], {})
 
         torch.manual_seed(config.seed)  # of the LoRA's first values
-        dtype = config.compute_dtype(world.device.type == "cuda")
+        dtype = compute_dtype(config.precision, world.device.type == "cuda")
         pipeline = load_pipeline(config.model, dtype, masters=config.adaptation == "full")
         self.policy = Policy(pipeline, world.device, config.guidance, config.attention)
         self.sampler = Sampler(config, world, self.policy, prompts)
