@@ -33,6 +33,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers.utils import logging as transformers_logging
 
@@ -283,24 +284,26 @@ class Policy:
         """Moves the transformer to the device and shards it over the ranks with FSDP2, block by block.
 
         One block at a time, so that no device ever holds the whole model. Only the blocks compute in
-        `compute_dtype`: embedders, timestep and output stay float32, which keeps the gradient within 1 % of
-        float32's. Lists `parameters`, as FSDP wants it, right after sharding.
+        `compute_dtype`: embedders, timestep and output stay float32. In bfloat16 the tiny model's velocity is
+        then within 1 % of float32's, and a LoRA's gradient within 2 %. Lists `parameters`, as FSDP wants it,
+        right after sharding.
         """
         if checkpointing:
             self.transformer.enable_gradient_checkpointing()
         blocks = self.transformer.transformer_blocks
         sharded = dist.get_world_size() > 1 or compute_dtype != torch.float32  # else FSDP has nothing to do
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),)) if sharded else None
         for block in blocks:
             block.to(self.device)
             if sharded:  # the next block would cast the output back, and checkpointing keeps it
                 output = torch.float32 if block is blocks[-1] else None
                 precision = MixedPrecisionPolicy(compute_dtype, torch.float32, output_dtype=output)
-                fully_shard(block, mp_policy=precision)
+                fully_shard(block, mesh=mesh, mp_policy=precision)
         for module in self.transformer.children():
             if module is not blocks:
                 module.to(self.device, torch.float32)
         if sharded:
-            fully_shard(self.transformer)
+            fully_shard(self.transformer, mesh=mesh)
         self.parameters = [each for each in self.transformer.parameters() if each.requires_grad]
 
     def reshard(self) -> None:
