@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from config import add_options, compute_dtype
 from hunyuan import LORA_FILE, Policy, existing, load_pipeline
-from processes import World, clear_errors, gather_units, seeded_generator, start, stop
+from processes import World, clear_errors, from_main, gather_units, seeded_generator, start, stop
 from reward import load_reward
 from run_folder import contact_sheet, new_folder, thumbnails
 from sde import sde_step, shifted_sigmas, step_coefficients
@@ -278,7 +278,7 @@ def load_policy(options: Options, world: World, source: str, prompts: list[str])
 def score_row(options: Options, world: World, source: str, pairs: list[Pair], reward, out: Path) -> None:
     """Scores of one policy: a line a pair, appended as they come; pairs with a line are not sampled again."""
     file = out / f"{row_name(source)}.jsonl"
-    seen = scored(file)
+    seen = from_main(scored(file) if world.is_main else None)
     missing = [pair for pair in pairs if pair not in seen]
     if not missing:
         return
@@ -325,20 +325,17 @@ def open_folder(options: Options, world: World) -> Path:
     settings = {k: v for k, v in asdict(options).items() if k not in ("lora", "transformer", "out", "device")}
     settings = json.loads(json.dumps(settings))
     out = Path(options.out) if options.out else new_folder(Path("evaluations"), world.is_main)
+    before, file = settings, out / "config.json"
     if world.is_main:
         out.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    file = out / "config.json"
-    if file.exists():
-        before = json.loads(file.read_text())
-        other = [name for name in settings if before.get(name) != settings[name]]
-        if other:
-            name, was = other[0], before.get(other[0])
-            raise ValueError(
-                f"{out} was made with --{name} {was!r}, not {settings[name]!r}; choose another --out"
-            )
-    elif world.is_main:
-        file.write_text(json.dumps(settings, indent=2) + "\n")
+        if file.exists():
+            before = json.loads(file.read_text())
+        else:
+            file.write_text(json.dumps(settings, indent=2) + "\n")
+    before = from_main(before)
+    for name, value in settings.items():
+        if (was := before.get(name)) != value:
+            raise ValueError(f"{out} was made with --{name} {was!r}, not {value!r}; choose another --out")
     return out
 
 

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 from transformers.utils import logging as transformers_logging
 
 # Of the transformer's output, which is a view; nothing here is changed in place.
@@ -52,10 +54,23 @@ EMPTY_PROMPT = ""
 
 @dataclass(frozen=True)
 class Text:
-    """Valid tokens of one prompt."""
+    """Valid tokens of one prompt, on the CPU: those of thousands would fill a GPU."""
 
     words: Tensor  # [1, L, D] of Qwen2.5-VL
     glyphs: Tensor  # [1, L2, D2] of ByT5, for what the prompt puts in quotes; L2 is 0 without
+
+
+class Rotary:
+    """Cosines and sines of the positions, in a class that FSDP does not look into for tensors to cast.
+
+    They stay float32, as in the stock model, and one copy serves all blocks, checkpointed ones too.
+    """
+
+    def __init__(self, pair: tuple[Tensor, Tensor]):
+        self.pair = pair
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.pair)
 
 
 class UnmaskedAttention:
@@ -70,7 +85,7 @@ class UnmaskedAttention:
         hidden_states: Tensor,
         encoder_hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        image_rotary_emb: Iterable[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         def heads(projection: nn.Module, states: Tensor) -> Tensor:
             return projection(states).unflatten(2, (attn.heads, -1))
@@ -142,6 +157,7 @@ class Policy:
         self.parameters: list[Tensor] = []
         for block in self.transformer.transformer_blocks:
             block.attn.set_processor(UnmaskedAttention())
+        self.transformer.rope.register_forward_hook(lambda module, inputs, output: Rotary(output))
         if attention != "native":
             self._set_attention(attention)
 
@@ -188,7 +204,7 @@ class Policy:
         for prompt in new:
             words, word_mask, glyphs, glyph_mask = self.pipeline.encode_prompt(prompt, device=self.device)
             words, glyphs = words[:, word_mask[0].bool()], glyphs[:, glyph_mask[0].bool()]
-            self.texts[prompt] = Text(words.float(), glyphs.float())
+            self.texts[prompt] = Text(words.float().cpu(), glyphs.float().cpu())
         self.pipeline.text_encoder = self.pipeline.text_encoder_2 = None
         del encoder, encoders
         gc.collect()
@@ -219,7 +235,7 @@ class Policy:
     def _predict(self, x: Tensor, sigma: Tensor | float, text: Text) -> Tensor:
         self.passes += 1
         batch, channels, *size = x.shape
-        words, glyphs = text.words.expand(batch, -1, -1), text.glyphs.expand(batch, -1, -1)
+        words, glyphs = (each.to(x.device).expand(batch, -1, -1) for each in (text.words, text.glyphs))
         condition = x.new_zeros(
             batch, channels + 1, *size
         )  # of image-to-video: a latent and a mask, none here
@@ -288,14 +304,15 @@ class Policy:
         then within 1 % of float32's, and a LoRA's gradient within 2 %. Lists `parameters`, as FSDP wants it,
         right after sharding.
         """
-        if checkpointing:
-            self.transformer.enable_gradient_checkpointing()
         blocks = self.transformer.transformer_blocks
         sharded = dist.get_world_size() > 1 or compute_dtype != torch.float32  # else FSDP has nothing to do
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),)) if sharded else None
         for block in blocks:
             block.to(self.device)
-            if sharded:  # the next block would cast the output back, and checkpointing keeps it
+            if checkpointing:  # within FSDP's hooks, whose cast of the inputs is then not recomputed
+                recompute = {"use_reentrant": False, "preserve_rng_state": False}  # there is no dropout
+                block.forward = partial(checkpoint, block.forward, **recompute)
+            if sharded:  # the next block would cast the output back
                 output = torch.float32 if block is blocks[-1] else None
                 precision = MixedPrecisionPolicy(compute_dtype, torch.float32, output_dtype=output)
                 fully_shard(block, mesh=mesh, mp_policy=precision)
@@ -342,7 +359,7 @@ class Policy:
         Raises: ValueError if the folder has none.
         """
         existing(folder, "config.json")
-        tuned = HunyuanVideo15Transformer3DModel.from_pretrained(folder)
+        tuned = HunyuanVideo15Transformer3DModel.from_pretrained(folder, dtype=self.transformer.dtype)
         self.transformer.load_state_dict(tuned.state_dict())
 
     def export(self, folder: Path, is_main: bool) -> None:

@@ -236,14 +236,14 @@ class Plan:
     def activations(self, checkpointing: bool) -> int:
         """Bytes that a replay keeps for its backward. Estimated: the blocks alone.
 
-        with checkpointing   guided ((blocks - 1) itemsize + 4) micro_batch tokens width + block
+        with checkpointing   guided blocks micro_batch tokens width itemsize + block
         without              guided blocks block
         """
         blocks, block = self.transformer.config.num_layers, self.block_activations
         if not checkpointing:
             return self.guided * blocks * block
         states = self.config.micro_batch * (self.image + self.text) * self.width
-        return self.guided * ((blocks - 1) * self.dtype.itemsize + 4) * states + block  # embedders: float32
+        return self.guided * blocks * states * self.dtype.itemsize + block
 
     def memory(self) -> dict[str, int]:
         """Bytes of the first GPU during an update, by kind, without activations.
@@ -275,6 +275,12 @@ class Plan:
             "gathered": gathered if gpus > 1 or self.dtype != torch.float32 else 0,
         }
 
+    @property
+    def checkpoint(self) -> int:
+        """Bytes of a checkpoint on disk: what is trained, its two moments and count of steps, the anchors."""
+        trained = sum(each.nbytes for each in self.policy.parameters)
+        return (3 + len(self.config.anchors)) * trained + 4 * len(self.policy.parameters)
+
     def table(self) -> str:
         """All of it, to be read.
 
@@ -299,6 +305,7 @@ class Plan:
             "iteration of a GPU": f"{scaled(total)}FLOP",
             f"{self.machine.tflops:g} TFLOP/s": f"{total / self.machine.tflops / 1e12:,.4g} s an iteration",
         }
+        facts["checkpoint"] = f"{scaled(self.checkpoint)}B on disk, {config.keep} kept and one being written"
         lines += [f"{name:<22}{value}" for name, value in facts.items()]
         lines += ["", "passes of a GPU          roll-out  reference     replay  a trained sample-step"]
         rows = {

@@ -8,8 +8,10 @@ import hashlib
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -45,6 +47,7 @@ def start(device: str) -> World:
         raise ValueError(f"local process {local_rank} needs a GPU of its own, this machine shows {count}")
     if device == "cuda":
         torch.cuda.set_device(local_rank)
+        torch.backends.cudnn.allow_tf32 = False  # else a float32 convolution is none
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend)
@@ -62,15 +65,28 @@ def stop() -> None:
 
 @contextmanager
 def clear_errors() -> Iterator[None]:
-    """A ValueError inside, a mistake that a user can mend, becomes one line and exit status 2."""
+    """A ValueError inside, a mistake that a user can mend, becomes one line and exit status 2.
+
+    One that a library raised has its traceback before it.
+    """
     try:
         yield
     except ValueError as error:
+        place = traceback.extract_tb(error.__traceback__)[-1].filename
+        if not Path(place).resolve().is_relative_to(Path(__file__).resolve().parent):
+            traceback.print_exc()
         rank = int(os.environ.get("RANK", 0))
         if rank:
             time.sleep(1)  # the main process prints what all have found, before torchrun stops the others
         print(f"error{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr, flush=True)
         os._exit(2)  # at once: leaving the group in order would wait for ranks that are in a collective
+
+
+def from_main(value):
+    """The main process's value, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]
 
 
 def gather_units(local: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from processes import from_main, max_over_ranks
+
 CHECKPOINT = "iteration_{:06d}"
 BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#777777"
 
@@ -145,20 +147,24 @@ class RunFolder:
 def new_folder(parent: Path, is_main: bool, name: str = "") -> Path:
     """A new folder of a name, or of the next number; the same on every rank.
 
-    Raises: ValueError, on every rank, if the name is taken.
+    Raises: ValueError, on every rank, if the name is taken, or if a rank cannot see the folder.
     """
-    answer: list = [None]
+    made = None
     if is_main:
         parent.mkdir(parents=True, exist_ok=True)
         numbers = [int(folder.name) for folder in parent.iterdir() if folder.name.isdecimal()]
         path = parent / (name or f"{max(numbers, default=0) + 1:03d}")
         if not path.exists():
             path.mkdir()
-            answer = [path]
-    dist.broadcast_object_list(answer)
-    if answer[0] is None:
+            made = path
+    made = from_main(made)
+    if made is None:
         raise ValueError(f"{parent / name} exists already; choose another name, or go on with what is there")
-    return answer[0]
+    if max_over_ranks(not made.is_dir()):
+        raise ValueError(
+            f"{made} is not seen by all processes: {parent} must be on disks that all nodes share"
+        )
+    return made
 
 
 def thumbnails(videos: Tensor, frames: int = 5, height: int = 96) -> Tensor:

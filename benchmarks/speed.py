@@ -179,6 +179,7 @@ def lora_update(world: processes.World, rounds: int, name: str, **options) -> li
     config = Config(**small, checkpointing=True, **options)
     planned = Plan(config, Machine(transformer_config="default" if options else config.model))
     policy, dtype, text = planned.policy, planned.dtype, planned.machine.text_tokens
+    estimate = sum(planned.memory().values()) + planned.activations(checkpointing=True)
     policy.device = world.device
     for module in (policy.transformer, policy.vae):
         module.to_empty(device=world.device)
@@ -218,7 +219,6 @@ def lora_update(world: processes.World, rounds: int, name: str, **options) -> li
     ours, best = (statistics.median(column) / 1e12 for column in zip(*rates, strict=True))
     rows = [Row(f"LoRA update / matrix product, {name}", ours, best, "TFLOP/s", ">= 0.55 at full size")]
     if on_gpu:
-        estimate = sum(planned.memory().values()) + planned.activations(checkpointing=True)
         rows.append(Row(f"peak memory / planned, {name}", peak / 1e9, estimate / 1e9, "GB", "<= 80 GB"))
     return rows
 

@@ -152,11 +152,15 @@ def test_blocks_hand_on_what_they_compute_in(world, make_policy):
     policy.encode(PROMPTS[:1])
     policy.adapt("lora")
     policy.shard(torch.bfloat16)
-    seen = []
+    seen, rotary = [], []
     for block in policy.transformer.transformer_blocks:
         block.register_forward_hook(lambda *call: seen.append(call[2][0].dtype))
+        block.attn.register_forward_pre_hook(
+            lambda *call: rotary.append(next(iter(call[2]["image_rotary_emb"]))), with_kwargs=True
+        )
     x, exact = torch.randn(1, *SHAPE), make_policy()
     velocity = policy.velocity(x, 0.5, PROMPTS[0])
+    assert rotary[0].dtype == torch.float32 and all(each is rotary[0] for each in rotary)
     assert seen == [torch.bfloat16] * (len(seen) - 1) + [torch.float32] and velocity.dtype == torch.float32
     assert (velocity - (whole := exact.velocity(x, 0.5, PROMPTS[0]))).norm() < 0.01 * whole.norm()
 

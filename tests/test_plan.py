@@ -6,15 +6,16 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import PROMPTS
+from conftest import MODEL, PROMPTS, load_copy
 from test_train import arguments
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import plan
 import train
 from config import Config, parse
+from hunyuan import Policy
 from plan import Machine, Plan
 
 REAL_VIDEO = {"frames": 81, "height": 480, "width": 848, "micro_batch": 1, "model": "not/at-hand"}
@@ -86,6 +87,7 @@ def test_a_run_is_as_planned(world, options):
             "anchors": sum(bytes_of(anchor.state_dict().values()) for anchor in trainer.anchors.values()),
         }
     )
+    assert planned.checkpoint == bytes_of(trainer.tensors().values())
     memory = planned.memory()
     assert bool(memory.pop("gathered")) == (config.precision == "bfloat16")  # FSDP is in use
     assert memory == held
@@ -121,7 +123,8 @@ def kept_for_backward(policy, x) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         graph = policy.velocity(x, 0.5, PROMPTS[0])
     for parameter in policy.transformer.parameters():
-        kept.pop(parameter.untyped_storage().data_ptr(), None)
+        if not isinstance(parameter, DTensor):  # FSDP's, which no checkpointed block keeps
+            kept.pop(parameter.untyped_storage().data_ptr(), None)
     assert graph.requires_grad
     return sum(storage.nbytes() for storage in kept.values())
 
@@ -141,6 +144,28 @@ def test_a_forward_of_the_tiny_transformer(make_policy, adaptation):
     del policy.transformer.transformer_blocks[2]
     assert planned.block_activations == four_blocks - kept_for_backward(policy, x)
     assert planned.activations(checkpointing=False) == 4 * planned.block_activations
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checkpointing_keeps_the_inputs_of_blocks(world, dtype):
+    """As planned, in the dtype that they compute in, and the gradients are those without it."""
+    gradients, x = [], torch.randn(4, 8, 3, 8, 8)
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        policy = Policy(load_copy(MODEL, dtype, masters=False), world.device)
+        policy.encode(PROMPTS[:1])
+        policy.adapt("lora")
+        policy.shard(dtype, checkpointing)
+        policy.velocity(x, 0.5, PROMPTS[0]).square().mean().backward()
+        gradients.append([each.grad for each in policy.parameters])
+        four_blocks = kept_for_backward(policy, x)
+        del policy.transformer.transformer_blocks[2]
+        block = four_blocks - kept_for_backward(policy, x)
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+    config = Config(device="cpu", micro_batch=4, precision=str(dtype).removeprefix("torch."))
+    planned = Plan(config, Machine(text_tokens=policy.texts[PROMPTS[0]].words.shape[1]))
+    timestep = 4 * planned.width * 2 if dtype == torch.bfloat16 else 0  # FSDP's cast of it, which is small
+    assert block == (planned.activations(checkpointing=True) - planned.block_activations) / 4 + timestep
 
 
 @pytest.fixture(scope="module", params=["lora", "full"])
@@ -186,8 +211,8 @@ def test_flops_of_a_real_block(real):
 
 
 def test_activations_of_the_real_model(real):
-    """Both predictions of a guided step are kept; with checkpointing the blocks' inputs, one in float32."""
-    inputs, block = (53 * 2 + 4) * (33390 + 256) * 2048, real.block_activations
+    """Both predictions of a guided step are kept; with checkpointing each block's input, in bfloat16."""
+    inputs, block = 54 * (33390 + 256) * 2048 * 2, real.block_activations
     assert real.activations(checkpointing=True) == inputs + block
     alone, guided = (Plan(tiny_config(guidance=guidance), Machine()) for guidance in (1.0, 6.0))
     assert guided.activations(checkpointing=False) == 2 * alone.activations(checkpointing=False)

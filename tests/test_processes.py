@@ -1,12 +1,14 @@
 """Random numbers and gathered results that do not depend on who computes them."""
 
+import json
 import os
 import subprocess
 import sys
 
 import torch
 
-from processes import gather_units, mean_over_ranks, seeded_generator
+from config import Config
+from processes import clear_errors, gather_units, mean_over_ranks, seeded_generator
 
 SCRIPT = """
 import torch
@@ -17,6 +19,7 @@ units = torch.arange(6.0)[world.rank :: world.size]
 assert gather_units(units[:, None]).flatten().tolist() == [0, 1, 2, 3, 4, 5]
 assert mean_over_ranks(torch.tensor([world.rank, 1.0])).tolist() == [0.5, 1.0]
 assert max_over_ranks(float(world.rank)) == 1.0
+assert from_main([world.rank]) == [0]
 with clear_errors():
     if world.rank:
         raise ValueError("paper jam")
@@ -40,6 +43,17 @@ def test_two_processes(tmp_path):
     )
     assert done.returncode != 0
     assert "error on rank 1: paper jam" in done.stderr and "AssertionError" not in done.stderr
+
+
+def test_an_error_of_a_library_has_a_place(monkeypatch, capsys):
+    """A mistake that this repository names is one line; what a library complains of has its traceback too."""
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    with clear_errors():
+        Config(steps=0)
+    assert capsys.readouterr().err == "error: --steps must be at least 1, got 0\n"
+    with clear_errors():
+        json.loads("{")
+    assert "json/decoder.py" in (error := capsys.readouterr().err) and "error: Expecting" in error
 
 
 def test_seeds_do_not_repeat():

@@ -17,6 +17,13 @@ def test_runs_are_numbered_and_never_overwritten(world, tmp_path):
         RunFolder.create(tmp_path, "mine", {}, True)
 
 
+def test_a_folder_that_a_process_cannot_see(world, tmp_path, monkeypatch):
+    """As on a node whose disks are its own: said at the start, and not by a checkpoint that is half there."""
+    monkeypatch.setattr("run_folder.max_over_ranks", lambda missing: 1.0)
+    with pytest.raises(ValueError, match="must be on disks that all nodes share"):
+        RunFolder.create(tmp_path, "", {}, True)
+
+
 def test_only_the_main_process_writes(world, tmp_path):
     folder = RunFolder(tmp_path, is_main=False)
     folder.log(kind="iteration", iteration=1)
