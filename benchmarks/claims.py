@@ -42,10 +42,10 @@ LEARNED = (
     "--learning_rate=1e-3",
 )
 COLUMNS = {
-    "reward": "change of the trained reward",
+    "reward": "change of the trained reward, held out",
     "exact": "of the exact reward",
     "verifier": "of the verifier",
-    "spread": "spread in a group, end / start",
+    "spread": "of the rewards' spread in a group, relative",
 }
 
 
@@ -107,7 +107,7 @@ def measure(log: list[dict]) -> dict[str, float]:
     spreads = [line["reward_spread"] for line in log if line["kind"] == "iteration"]
     start, end = (torch.tensor(some).mean().item() for some in (spreads[:10], spreads[-10:]))
     change = {name: last[name]["mean"] for name in ("reward", "verifier")}
-    return {**change, "exact": last.get("exact", last["reward"])["mean"], "spread": end / start}
+    return {**change, "exact": last.get("exact", last["reward"])["mean"], "spread": end / start - 1}
 
 
 def main() -> None:
