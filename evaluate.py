@@ -44,10 +44,10 @@ def read_prompts(path: str | Path) -> list[tuple[str, int | None]]:
         raise ValueError(f"prompt file {path} {'is a folder' if path.is_dir() else 'does not exist'}")
     lines = path.read_text().splitlines()
     if path.suffix == ".csv":
-        table = csv.DictReader(lines)
-        if "prompt" not in (table.fieldnames or ["prompt"]):
-            raise ValueError(f"{path} has no column `prompt`, its columns are {', '.join(table.fieldnames)}")
-        rows = list(enumerate(table, 2))
+        reader = csv.DictReader(lines)
+        if "prompt" not in (reader.fieldnames or ["prompt"]):
+            raise ValueError(f"{path} has no column `prompt`, its columns are {', '.join(reader.fieldnames)}")
+        rows = list(enumerate(reader, 2))
     elif path.suffix == ".jsonl":
         rows = [(number, _json_row(path, number, line)) for number, line in enumerate(lines, 1)]
     else:

@@ -220,9 +220,8 @@ def curves(metrics: list[dict]):
         axis = {"reward": reward, "verifier": verifier}.get(name, components)
         points = [(line["iteration"], line["scores"][name]["mean"]) for line in held_out]
         label = name if axis is components else "held out, by the ODE"
-        look = (
-            "os^Dv"[len(axis.lines) % 5] + ("-", "--", ":")[len(axis.lines) % 3]
-        )  # to be told apart in grey
+        number = len(axis.lines)
+        look = "os^Dv"[number % 5] + ("-", "--", ":")[number % 3]  # to be told apart in grey
         axis.plot(*zip(*points, strict=True), look, label=label)
     components.set(title="components, held out", ylabel="score")
     draw(verifier, trained, "verifier", color=GREY, linewidth=1, label="roll-outs")

@@ -108,10 +108,9 @@ class Trainer:
     def try_reward(self) -> None:
         """Scores one video of noise; ValueError if the reward or its weights fail, before expensive work."""
         noise = torch.randn(1, *self.sampler.shape, device=self.world.device)
+        prompt, fps = self.sampler.prompts[:1], self.config.fps
         with self.reward_at_work():
-            self.total(
-                score(self.reward, self.policy.decode(noise), self.sampler.prompts[:1], self.config.fps)
-            )
+            self.total(score(self.reward, self.policy.decode(noise), prompt, fps))
 
     @torch.no_grad()
     def scores(self, rollout: Rollout) -> dict[str, Tensor]:
