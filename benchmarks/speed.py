@@ -224,7 +224,7 @@ def lora_update(world: processes.World, rounds: int, name: str, **options) -> li
 
 
 def main() -> None:
-    """Runs what the device allows and writes one table."""
+    """Runs what the device allows and writes one table, row by row."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -233,28 +233,32 @@ def main() -> None:
     options = parser.parse_args()
     world, rounds = processes.start("auto"), options.rounds
     on_gpu = world.device.type == "cuda"
-    rows = [roll_out(world, rounds)]
-    tiny = load_pipeline("tiny/hunyuan").transformer.config
-    rows.append(passes(world, rounds, "tiny", dict(tiny), (3, 8, 8), 10))
-    rows.append(passes(world, rounds, "medium, 33 frames of 256x256", MEDIUM, (9, 16, 16), 64))
-    if on_gpu:
-        rows.append(passes(world, rounds, "full, 81 frames of 480x848", {}, (21, 30, 53), 256))
-    rows += iterations(world, rounds)
-    if on_gpu:
-        rows += lora_update(world, rounds, "full, 81 frames of 480x848", frames=81, height=480, width=848)
-    else:
-        rows += lora_update(world, rounds, "tiny")
     machine = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} CPU threads"
     lines = [f"{machine}, {platform.machine()}; medians of {rounds} rounds", ""]
     lines += ["| what | ratio | goal | a / b |", "|---|---|---|---|"]
-    for row in rows:
-        lines.append(
-            f"| {row.what} | {row.a / row.b:.2f} | {row.goal} | {row.a:.3f} / {row.b:.3f} {row.unit} |"
-        )
+    tiny = dict(load_pipeline("tiny/hunyuan").transformer.config)
+    full, size = "full, 81 frames of 480x848", {"frames": 81, "height": 480, "width": 848}
+    steps = [
+        lambda: [roll_out(world, rounds)],
+        lambda: [passes(world, rounds, "tiny", tiny, (3, 8, 8), 10)],
+        lambda: [passes(world, rounds, "medium, 33 frames of 256x256", MEDIUM, (9, 16, 16), 64)],
+        lambda: iterations(world, rounds),
+    ]
+    if on_gpu:
+        steps.append(lambda: lora_update(world, rounds, full, **size))
+        steps.append(lambda: [passes(world, rounds, full, {}, (21, 30, 53), 256)])
+    else:
+        steps.append(lambda: lora_update(world, rounds, "tiny"))
+    print("\n".join(lines))
+    for step in steps:
+        for row in step():
+            both = f"{row.a:.3f} / {row.b:.3f} {row.unit}"
+            lines.append(f"| {row.what} | {row.a / row.b:.2f} | {row.goal} | {both} |")
+            print(lines[-1])
+        options.out.write_text("\n".join(lines) + "\n")  # as it goes: a later row may not fit the device
     if not on_gpu:
         lines.append("| at full size, on a GPU | not run | 2 and 5 | |")
-    options.out.write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+        options.out.write_text("\n".join(lines) + "\n")
     processes.stop()
 
 
